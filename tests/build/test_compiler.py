@@ -1,0 +1,85 @@
+"""The compiler with the real TileLang and CUDA compiler parts, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tileops import catalog, compiler
+from tileops.compiler import nvrtc, toolchain
+from tileops.errors import CompileError
+
+CONFIG = {"has_initial_states": True}
+
+
+@pytest.fixture(scope="module")
+def artifact():
+    return compiler.build(catalog.config("state_passing", "sm_90a", **CONFIG)).check()
+
+
+def test_record_says_what_a_loader_needs(artifact):
+    record = artifact.record
+    assert record.key == catalog.config("state_passing", "sm_90a", **CONFIG).key
+    assert {p.bind for p in record.params if p.kind == "pointer"} == {"states", "dA_chunk", "initial_states", "prev_states", "final_states"}
+    assert record.alignment.keys() == {p.name for p in record.params if p.kind == "pointer"}
+    assert record.spills == 0 and 0 < record.registers <= 255
+    assert record.min_driver == 12000
+    assert record.provenance["compiler"] == compiler.toolchain_name()
+
+
+def test_cubin_is_small_because_unused_globals_are_pruned(artifact):
+    names = artifact.cubin.count(b"cutlass") + artifact.cubin.count(b"_ZN4cuda3std")
+    assert names == 0, "names of CUTLASS or CCCL constants are left in the cubin"
+
+
+def test_bytes_do_not_depend_on_process_folder_or_environment(artifact, tmp_path):
+    code = (
+        "from tileops import catalog, compiler; import hashlib;"
+        "print(hashlib.sha256(compiler.build(catalog.config('state_passing', 'sm_90a', has_initial_states=True)).cubin).hexdigest())"
+    )
+    root = str(Path(__file__).parents[2])
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": root, "HOME": str(tmp_path), "TMPDIR": str(tmp_path), "PYTHONHASHSEED": "7", "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-1] == artifact.record.cubin_sha256
+
+
+def test_prune_keeps_what_is_used():
+    ptx = "\n".join(
+        [
+            ".visible .global .align 4 .u32 used = 7;",
+            ".global .align 1 .b8 unused[16];",
+            ".global .align 8 .u64 also_unused = 12;",
+            ".extern .shared .align 1024 .b8 buf_dyn_shmem[];",
+            "ld.global.u32 %r1, [used];",
+        ]
+    )
+    kept = nvrtc.prune_globals(ptx)
+    assert "used = 7" in kept and "buf_dyn_shmem" in kept and "unused" not in kept
+
+
+def test_compile_error_keeps_source_and_log(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(nvrtc.flags, "NVRTC_FLAGS", ("-default-device", "-std=c++17", "-DB=syntax error("))
+    with pytest.raises(CompileError) as caught:
+        compiler.build(catalog.config("state_passing", "sm_90a", **CONFIG))
+    folder = Path(caught.value.folder)
+    assert folder.is_relative_to(tmp_path) and str(folder) in str(caught.value)
+    assert "state_passing_kernel" in (folder / "kernel.cu").read_text()
+    assert "error" in (folder / "log.txt").read_text()
+
+
+def test_too_much_shared_memory_fails_the_build(monkeypatch):
+    monkeypatch.setitem(catalog.MAX_SMEM, "sm_90a", 16)
+    with pytest.raises(CompileError, match="shared memory"):
+        compiler.build(catalog.config("chunk_coupling", "sm_90a", Q=64, N=64, dtype="bfloat16", aligned=True))
+
+
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(toolchain, "find", lambda: (None, "TileLang is not installed; install the extra: pip install 'tileops[jit]'"))
+    with pytest.raises(CompileError, match=r"tileops\[jit\]"):
+        compiler.build(catalog.config("state_passing", "sm_90a", **CONFIG))

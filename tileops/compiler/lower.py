@@ -1,0 +1,106 @@
+"""TileLang program -> CUDA source and what is needed to launch it. Needs TileLang, no GPU, and never asks for one."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tileops.compiler import flags
+from tileops.config import KernelConfig, Param
+
+_STRIDE = re.compile(r"(?P<tensor>\w+)_stride(?P<dim>\d+)(?:_div(?P<div>\d+))?")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One device function: its source and its launch in the record's terms."""
+
+    source: str
+    symbol: str
+    params: tuple[Param, ...]
+    grid: tuple[str, str, str]
+    block: tuple[int, int, int]
+    dynamic_smem: int
+    alignment: dict[str, int]
+
+
+def lower(config: KernelConfig) -> Lowered:
+    """Lowers the program of ``config``. Raises whatever TileLang raises; the caller turns it into CompileError."""
+    from tilelang import tvm
+    from tilelang.engine.lower import lower as lower_program
+
+    module = importlib.import_module(f"tileops.kernels.{config.kernel}")
+    program = module.program(**config.fields)
+    options = {**flags.PASS_CONFIGS, **getattr(module, "PASS_CONFIGS", {})}
+    # An explicit target with an explicit arch: TileLang's "auto" would look at the machine's GPU.
+    target = tvm.target.Target({"kind": "cuda", "arch": config.arch})
+    with tvm.transform.PassContext(opt_level=3, config=options), target:
+        lowered = lower_program(program, target=target)
+    functions = list(lowered.device_mod.functions.items())
+    if len(functions) != 1:
+        raise ValueError(f"kernel {config.kernel} lowered to {len(functions)} device functions; one is expected")
+    function = functions[0][1]
+    extents = dict(function.attrs["thread_extent"].items())
+    params = tuple(_param(p) for p in function.params)
+    return Lowered(
+        source=lowered.kernel_source,
+        symbol=str(function.attrs["global_symbol"]),
+        params=params,
+        grid=tuple(_expression(extents[f"blockIdx.{d}"]) if f"blockIdx.{d}" in extents else "1" for d in "xyz"),  # type: ignore[arg-type]
+        block=tuple(int(extents.get(f"threadIdx.{d}", 1)) for d in "xyz"),  # type: ignore[arg-type]
+        dynamic_smem=int(function.attrs.get("dyn_shared_memory_buf", 0) or 0),
+        alignment=_alignment(params, function),
+    )
+
+
+def _param(variable: Any) -> Param:
+    """A parameter and its binding, which its name tells: ``x_stride0_div8`` is ``x.stride0 // 8``, ``B`` is B."""
+    name, dtype = str(variable.name), str(variable.dtype)
+    if dtype == "handle":
+        return Param(name, "pointer", name)
+    if dtype not in ("int32", "int64", "float32"):
+        raise ValueError(f"kernel parameter {name} has dtype {dtype}; int32, int64 and float32 can be passed")
+    match = _STRIDE.fullmatch(name)
+    if match is None:
+        return Param(name, dtype, name)
+    bind = f"{match['tensor']}.stride{match['dim']}"
+    return Param(name, dtype, f"{bind} // {match['div']}" if match["div"] else bind)
+
+
+def _alignment(params: tuple[Param, ...], function: Any) -> dict[str, int]:
+    """Bytes each base address must be a multiple of: 16 where loads may be vectorised, else the element's size.
+
+    A tensor passed with plain strides is read one element at a time; one without strides is contiguous and read wide.
+    """
+    strides = [m for m in (_STRIDE.fullmatch(p.name) for p in params) if m]
+    plain = {m["tensor"] for m in strides if not m["div"]} - {m["tensor"] for m in strides if m["div"]}
+    sizes = {str(p.name): _element_bytes(p) for p in function.params if str(p.dtype) == "handle"}
+    return {name: size if name in plain else 16 for name, size in sizes.items()}
+
+
+def _element_bytes(variable: Any) -> int:
+    bits = re.search(r"(\d+)$", str(variable.type_annotation.element_type.dtype))
+    return int(bits.group(1)) // 8 if bits else 4
+
+
+def _expression(node: Any) -> str:
+    """A TIR expression in the record's grammar (tileops.expr)."""
+    from tilelang import tvm
+
+    tir = tvm.tirx
+    if isinstance(node, int):
+        return str(node)
+    if isinstance(node, tir.Var):
+        return str(node.name)
+    if isinstance(node, tir.IntImm):
+        return str(int(node))
+    if isinstance(node, tir.Cast):
+        return _expression(node.value)
+    for kind, text in ((tir.Add, "({} + {})"), (tir.Sub, "({} - {})"), (tir.Mul, "{} * {}"), (tir.FloorDiv, "({} // {})"), (tir.Div, "({} // {})"), (tir.Min, "min({}, {})"), (tir.Max, "max({}, {})")):
+        if isinstance(node, kind):
+            return text.format(_expression(node.a), _expression(node.b))
+    if isinstance(node, tir.Call) and "shift_right" in str(node.op):
+        return f"({_expression(node.args[0])} // {2 ** int(node.args[1])})"
+    raise ValueError(f"grid extent {node} is outside the record's grammar")

@@ -1,0 +1,216 @@
+"""cubin + record -> launchable, over cuda-python. No torch.
+
+``load``        an Artifact made launchable on one device: arch, driver and shared memory checked first
+``Kernel``      what load returns: a function handle with its launch description
+``Launch``      one prepared launch: fixed grid and scalars, pointers filled in at each call
+``check``       whether a record can run on a device, before anything is loaded
+``stats``       how many kernels were loaded, in how many milliseconds
+``device_info`` name, capability, memory and driver of a device, for messages and ``tileops doctor``
+
+Handles belong to the process that made them: the table is tagged with the pid, so a forked child never uses its
+parent's. Nothing is unloaded on garbage collection: a kernel may still be running, or be part of a captured graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tileops import catalog, expr
+from tileops.config import Artifact, Record
+from tileops.driver import _api
+from tileops.errors import IncompatibleArtifactError
+
+__all__ = ["DeviceInfo", "Kernel", "Launch", "check", "device_info", "load", "stats"]
+
+_MAX_GRID = (2**31 - 1, 65535, 65535)
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What decides whether an artifact can run on a device."""
+
+    ordinal: int
+    name: str
+    capability: tuple[int, int]
+    max_smem: int  # bytes of shared memory a CTA may opt in to
+    driver: int  # CUDA version the driver supports, 1000 * major + 10 * minor
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that is loaded and ready on one device."""
+
+    record: Record
+    device: int
+    function: Any  # CUfunction holding a CUkernel handle, valid in this device's primary context
+
+
+class _Table:
+    """Loaded libraries of one process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.key_locks: dict[str, threading.Lock] = {}
+        self.handles: dict[str, Any] = {}  # key -> CUkernel
+        self.ready: dict[tuple[str, int], Kernel] = {}
+        self.devices: dict[int, DeviceInfo] = {}
+        self.loads = 0
+        self.load_seconds = 0.0
+
+
+_table = _Table()
+
+
+def _current_table() -> _Table:
+    global _table
+    if _table.pid != os.getpid():  # a fork: the parent's handles mean nothing here
+        _table = _Table()
+    return _table
+
+
+def device_info(device: int) -> DeviceInfo:
+    """Facts about a device ordinal, asked once per process. Makes no context. Raises DriverError."""
+    table = _current_table()
+    info = table.devices.get(device)
+    if info is None:
+        handle = _api.ordinal(device)
+        name = _api.call("cuDeviceGetName", 256, handle)
+        info = table.devices[device] = DeviceInfo(
+            ordinal=device,
+            name=name.split(b"\0")[0].decode() if isinstance(name, bytes) else str(name),
+            capability=(_api.attribute("COMPUTE_CAPABILITY_MAJOR", device), _api.attribute("COMPUTE_CAPABILITY_MINOR", device)),
+            max_smem=_api.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device),
+            driver=_api.driver_version(),
+        )
+    return info
+
+
+def check(record: Record, info: DeviceInfo) -> None:
+    """Raises IncompatibleArtifactError where ``record`` cannot run on the device, before anything is loaded."""
+    needs = record.dynamic_smem + record.static_smem
+    major, minor = info.capability
+    if record.arch not in catalog.archs_for(major, minor):
+        reason, remedy = f"is built for {record.arch}", f"use artifacts for {', '.join(catalog.archs_for(major, minor)) or 'a supported GPU'}"
+    elif record.min_driver > info.driver:
+        reason = f"needs a driver for CUDA {_version(record.min_driver)}"
+        remedy = f"this driver supports {_version(info.driver)}: update it"
+    elif needs > info.max_smem:
+        reason, remedy = f"needs {needs} bytes of shared memory", f"this GPU allows {info.max_smem}"
+    else:
+        return
+    raise IncompatibleArtifactError(
+        f"{record.config_object()} {reason}, and device {info.ordinal} is a {info.name} (compute capability {major}.{minor}); {remedy}.",
+        key=record.key,
+        arch=record.arch,
+        gpu=info.name,
+        capability=info.capability,
+        driver=info.driver,
+        needs=reason,
+    )
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def stats() -> dict[str, int]:
+    """What this process loaded: ``loads`` (kernels, counted per device) and ``load_ms``."""
+    table = _current_table()
+    return {"loads": table.loads, "load_ms": round(table.load_seconds * 1000)}
+
+
+def load(artifact: Artifact, device: int) -> Kernel:
+    """Makes ``artifact`` launchable on ``device`` (once per process; concurrent callers share one load).
+
+    The caller has made the device's primary context current (torch does). Works during CUDA graph capture.
+
+    Raises:
+        IncompatibleArtifactError: wrong arch, driver too old, too much shared memory.
+        OutOfMemoryError, DriverError: the driver refused.
+    """
+    table = _current_table()
+    record = artifact.record
+    kernel = table.ready.get((record.key, device))
+    if kernel is not None:
+        return kernel
+    check(record, device_info(device))
+    with table.lock:
+        lock = table.key_locks.setdefault(record.key, threading.Lock())
+    with lock:
+        kernel = table.ready.get((record.key, device))
+        if kernel is None:
+            about = f"loading {record.config_object()}"
+            start = time.perf_counter()
+            handle = table.handles.get(record.key)
+            if handle is None:
+                library = _api.call("cuLibraryLoadData", artifact.cubin, [], [], 0, [], [], 0, about=about)
+                handle = table.handles[record.key] = _api.call("cuLibraryGetKernel", library, record.symbol.encode(), about=about)
+            driver = _api.cuda()
+            if record.dynamic_smem > 48 * 1024 - record.static_smem:
+                # The opt-in above 48 KB is per device, hence not part of the shared handle.
+                opt_in = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _api.call("cuKernelSetAttribute", opt_in, record.dynamic_smem, handle, _api.ordinal(device), about=about)
+            # Resolving the function now, not at the first launch, keeps the driver's lazy module load out of it.
+            function = _api.call("cuKernelGetFunction", handle, about=about)
+            kernel = table.ready[(record.key, device)] = Kernel(record, device, function)
+            with table.lock:
+                table.loads += 1
+                table.load_seconds += time.perf_counter() - start
+    return kernel
+
+
+class Launch:
+    """One launch of a kernel with fixed grid and scalars. ``fire`` fills in the pointers and launches.
+
+    Every parameter lives in an 8-byte slot of one buffer; the driver copies the values during the call. The buffer is
+    shared between threads, so ``fire`` holds a lock from filling it until the driver has returned.
+    """
+
+    def __init__(self, kernel: Kernel, sizes: Mapping[str, int], floats: Mapping[str, float]) -> None:
+        """Evaluates grid and scalar parameters over ``sizes`` (dimension and ``tensor.stride`` names). Raises ValueError
+        for a grid or an int32 parameter that does not fit."""
+        record = kernel.record
+        grid = tuple(expr.evaluate(g, sizes) for g in record.grid)
+        self.empty = 0 in grid
+        for value, limit, axis in zip(grid, _MAX_GRID, "xyz"):
+            if value > limit:
+                raise ValueError(f"{record.kernel}: grid {axis} would be {value}, CUDA allows {limit}: the input is too large for one launch.")
+        self.kernel = kernel
+        self.pointers: list[tuple[int, str]] = []
+        count = len(record.params)
+        self._values = (ctypes.c_uint64 * count)()
+        base = ctypes.addressof(self._values)
+        self._addresses = (ctypes.c_void_p * count)(*(base + 8 * i for i in range(count)))
+        for index, param in enumerate(record.params):
+            if param.kind == "pointer":
+                self.pointers.append((index, param.bind))
+            elif param.kind == "float32":
+                self._values[index] = struct.unpack("<I", struct.pack("<f", floats[param.bind]))[0]
+            else:
+                value = expr.evaluate(param.bind, sizes)
+                if param.kind == "int32" and not -(2**31) <= value < 2**31:
+                    raise ValueError(f"{record.kernel}: {param.bind} = {value} does not fit the kernel's 32-bit parameter.")
+                self._values[index] = value & 0xFFFFFFFFFFFFFFFF
+        self._lock = threading.Lock()
+        self._arguments = (kernel.function, *grid, *record.block, record.dynamic_smem)
+        self._parameters = ctypes.addressof(self._addresses)
+        self._launch = _api.cuda().cuLaunchKernel
+
+    def fire(self, addresses: Sequence[int], stream: int) -> None:
+        """Launches on ``stream`` (raw handle) with ``addresses`` in the order of ``pointers``. Raises DriverError."""
+        values = self._values
+        with self._lock:
+            for (index, _), address in zip(self.pointers, addresses):
+                values[index] = address
+            status = self._launch(*self._arguments, stream, self._parameters, 0)[0]
+        if status != 0:
+            info = device_info(self.kernel.device)
+            raise _api.failure("cuLaunchKernel", int(status), f"launching {self.kernel.record.config_object()} on {info.name}")

@@ -1,0 +1,52 @@
+"""cb[b,c,g,l,s] = sum_n Cm[b, c*Q+l, g, n] * Bm[b, c*Q+s, g, n] for s <= l, else 0.
+
+Cm, Bm (B,S,G,N) dtype, strided -> cb (B,C,G,Q,Q) dtype. Rows at or past S count as zero.
+A CTA makes one square tile of one chunk; a tile above the diagonal is only zeroed.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+from tileops.kernels import _common as k
+
+PASS_CONFIGS = k.PASS_CONFIGS
+
+
+def program(*, Q: int, N: int, dtype: str, aligned: bool) -> Any:
+    B, S, G, C = k.dims("B S G C")
+    wide = 8 if aligned else 1
+    tile = min(Q, 64)
+    tiles = Q // tile
+
+    @T.prim_func
+    def chunk_coupling(
+        Cm: k.strided("Cm", (B, S, G, N), dtype, wide),
+        Bm: k.strided("Bm", (B, S, G, N), dtype, wide),
+        cb: T.Tensor((B, C, G, Q, Q), dtype),
+    ):
+        with k.grid(B * C * G * (tiles * tiles), threads=2 * tile) as block:
+            col = T.alloc_var("int32", init=block % tiles)
+            row = T.alloc_var("int32", init=block // tiles % tiles)
+            bcg = T.alloc_var("int32", init=block // (tiles * tiles))
+            g = T.alloc_var("int32", init=T.truncmod(bcg, G))
+            bc = T.alloc_var("int32", init=T.truncdiv(bcg, G))
+            c = T.alloc_var("int32", init=T.truncmod(bc, C))
+            b = T.alloc_var("int32", init=T.truncdiv(bc, C))
+            Cs = k.shared((tile, N), dtype)
+            Bs = k.shared((tile, N), dtype)
+            out = k.shared((tile, tile), dtype)
+            acc = k.fragment((tile, tile))
+            T.clear(acc)
+            if col <= row:
+                for i, n in T.Parallel(tile, N):
+                    Cs[i, n] = T.if_then_else(c * Q + row * tile + i < S, Cm[b, c * Q + row * tile + i, g, n], 0)
+                for i, n in T.Parallel(tile, N):
+                    Bs[i, n] = T.if_then_else(c * Q + col * tile + i < S, Bm[b, c * Q + col * tile + i, g, n], 0)
+                T.gemm(Cs, Bs, acc, transpose_B=True)
+            for i, j in T.Parallel(tile, tile):
+                out[i, j] = T.if_then_else(col * tile + j <= row * tile + i, acc[i, j], 0)
+            for i, j in T.Parallel(tile, tile):
+                cb[b, c, g, row * tile + i, col * tile + j] = out[i, j]
+
+    return k.complete(chunk_coupling)

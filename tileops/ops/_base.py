@@ -1,0 +1,149 @@
+"""What every op shares: which target serves a call, and, for the in-tree kernels, whether to load, compile or refuse.
+
+The decision itself is ``_resolve.obtain``. Store, driver and compiler are imported when a CUDA tensor first needs them,
+so that importing the ops costs nothing over torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tileops import targets
+from tileops.config import Value
+from tileops.errors import TileOpsError
+
+if TYPE_CHECKING:
+    from tileops.ops._planner import Plan, Planner, Slot
+    from tileops.ops._resolve import Preloaded
+
+#: Plans an op keeps; a server meets few signatures, a fuzzer many.
+_MAX_PLANS = 4096
+
+Result = Any  # Tensor | tuple[Tensor, ...]
+
+
+class Op:
+    """Base of the operators. Subclasses define ``check``, ``options``, ``plan`` and ``kernels``."""
+
+    def __init__(self, target: str | None = None) -> None:
+        if target is not None:
+            targets.validate(target)
+        self.target = target
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._load_known()
+
+    @property
+    def op_name(self) -> str:
+        return type(self).__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Result:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{self.op_name}({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
+
+    # --- what a subclass defines -------------------------------------------------------------------------------
+
+    def options(self) -> dict[str, Any]:
+        """The constructor's values, as keywords of every target's implementation."""
+        return {}
+
+    def check(self, *tensors: Tensor | None) -> None:
+        """Raises ValueError or TypeError naming the argument that is wrong, what was expected and what came."""
+        raise NotImplementedError
+
+    def check_builtin(self, *tensors: Tensor | None) -> None:
+        """Further limits of the in-tree CUDA kernels (supported P, N, Q, dtypes)."""
+
+    def plan(self, p: Planner, *slots: Slot | None) -> Slot | tuple[Slot, ...]:
+        """Describes the launches of a call whose tensors have these shapes, strides and alignments."""
+        raise NotImplementedError
+
+    def kernels(self) -> list[tuple[str, dict[str, Value]]]:
+        """The kernels this op can ask for: name and the compile-time values that construction already fixes."""
+        return []
+
+    # --- running a call ----------------------------------------------------------------------------------------
+
+    def _run(self, *tensors: Tensor | None) -> Result:
+        """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order."""
+        try:
+            key = (*_signature(tensors), torch.is_grad_enabled(), targets.default())
+        except AttributeError:  # an argument that is no tensor: check() has the words for it
+            self.check(*tensors)
+            raise
+        plan = self._plans.get(key)
+        if plan is None:
+            self.check(*tensors)
+            device = next(t.device for t in tensors if t is not None)
+            name = targets.choose(self.target, device.type, self.op_name)
+            if name != targets.BUILTIN:
+                return targets.implementation(name, self.op_name)(*tensors, **self.options())
+            self.check_builtin(*tensors)
+            with torch.cuda.device(device):
+                plan = self._make_plan(tensors, device)
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        device = plan.device
+        if torch._C._cuda_getDevice() == device.index:
+            return plan.run(tensors)
+        with torch.cuda.device(device):
+            return plan.run(tensors)
+
+    def _make_plan(self, tensors: Sequence[Tensor | None], device: torch.device) -> Plan:
+        from tileops.ops._planner import Plan, Planner  # here: it brings the driver, which a CPU user does not need
+
+        planner = Planner(tensors, device)
+        return Plan(planner, self.plan(planner, *planner.slots))
+
+    # --- kernels ahead of the first call -----------------------------------------------------------------------
+
+    def _load_known(self) -> None:
+        """Where CUDA is up, loads for the current device what the roots hold for this op.
+
+        Where it is not, nothing can be chosen: which artifacts match depends on the GPU, and asking for it would
+        initialise CUDA, after which a process cannot fork. The first call, or ``preload``, then does it.
+        """
+        if self.target in (None, targets.BUILTIN) and torch.cuda.is_initialized():
+            try:
+                self.preload()
+            except TileOpsError as error:  # the call that needs a kernel raises it, if one ever does
+                logging.getLogger("tileops").debug("%s loads nothing at construction: %s", self.op_name, error)
+
+    def preload(self, *, device: int | str | torch.device | None = None, **values: Value) -> Preloaded:
+        """Loads every packaged or cached kernel that this op can ask for on ``device`` (default: the current one).
+
+        Args:
+            device: a CUDA device.
+            values: narrow it down: ``dtype="bfloat16", d_head=64, d_state=128`` or kernels' own field names.
+
+        Returns:
+            What was loaded: count, bytes of cubins, milliseconds, device.
+
+        Raises:
+            MissingKernelError: ``values`` name one model (dtype, d_head and d_state where the op needs them) and a
+                kernel of it is in no root.
+        """
+        from tileops.ops import _resolve
+
+        return _resolve.preload_ops([self], device=device, **values)
+
+
+def _signature(tensors: Sequence[Tensor | None]) -> list[object]:
+    """Everything of a call that its plan depends on; equal signatures share a plan."""
+    key: list[object] = []
+    for t in tensors:
+        if t is None:
+            key.append(None)
+        else:
+            key += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
+    return key

@@ -1,0 +1,170 @@
+"""Argument checks of the ops: one line a tensor, and messages that name the argument, what was expected and what came.
+
+Tensors are checked by shape, strides, dtype and device, never by value, so that a call seen before can skip all of it.
+TypeError: not a tensor, int, bool, number or dtype at all. ValueError: the right kind of thing with a wrong rank, shape,
+dtype, device, layout or value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tileops import catalog
+
+FLOAT32 = (torch.float32,)
+INT32 = (torch.int32,)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+#: What x, B and C may be. The in-tree CUDA kernels take the first two; float32 is the reference's alone.
+INPUT_DTYPES = (*HALF_DTYPES, torch.float32)
+OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``bfloat16``, as kernel configs spell it."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Arguments:
+    """The tensors of one call, checked in order: the first use of a dimension's name sets its size, later ones must agree."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.sizes = dict(sizes)
+        self._first: tuple[str, torch.device] | None = None
+
+    def __getitem__(self, name: str) -> int:
+        return self.sizes[name]
+
+    def tensor(self, name: str, value: Any, dims: Sequence[str], dtypes: Sequence[torch.dtype], same_as: str = "") -> None:
+        """Check one tensor: its kind, rank and shape against ``dims``, dtype, device, and that no gradient is asked for.
+
+        ``same_as`` says in the message whose dtype ``dtypes`` is.
+        """
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a tensor of shape {self._shape(dims)}, got {type(value).__name__}.")
+        if value.layout != torch.strided:
+            raise ValueError(f"{name}: expected a strided tensor, got layout {value.layout}.")
+        if value.dim() != len(dims) or any(self.sizes.get(d, n) != n for d, n in zip(dims, value.shape)):
+            raise ValueError(f"{name}: expected shape {self._shape(dims)}, got {tuple(value.shape)}.")
+        if value.dtype not in dtypes:
+            whose = f" ({same_as})" if same_as else ""
+            raise ValueError(f"{name}: expected dtype {' or '.join(map(dtype_name, dtypes))}{whose}, got {dtype_name(value.dtype)}.")
+        if self._first is None:
+            self._first = name, value.device
+        elif value.device != self._first[1]:
+            raise ValueError(f"{name}: expected device {self._first[1]} (where {self._first[0]} is), got {value.device}.")
+        if value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: requires grad, and this op is forward only (it has no backward); "
+                f"call it under torch.no_grad() or pass {name}.detach()."
+            )
+        self.sizes.update(zip(dims, value.shape))
+
+    def optional(self, name: str, value: Any, dims: Sequence[str], dtypes: Sequence[torch.dtype]) -> None:
+        """As ``tensor``, and None is fine."""
+        if value is not None:
+            self.tensor(name, value, dims, dtypes)
+
+    def at_least_one(self, *names: str) -> None:
+        """These sizes are >= 1; batch and seqlen alone may be 0."""
+        for name in names:
+            if self.sizes[name] < 1:
+                raise ValueError(f"{name}: expected at least 1, got 0.")
+
+    def heads_per_group(self) -> None:
+        """n_heads is a multiple of n_groups (head h reads group h // (n_heads // n_groups))."""
+        heads, groups = self.sizes["n_heads"], self.sizes["n_groups"]
+        if heads % groups:
+            raise ValueError(f"n_groups: expected a divisor of n_heads = {heads}, got {groups}.")
+
+    def chunks(self, name: str, seqlen: str) -> None:
+        """num_chunks, set by argument ``name``, is ceil(seqlen / chunk_len)."""
+        length, chunk_len, came = self.sizes[seqlen], self.sizes["chunk_len"], self.sizes["num_chunks"]
+        expected = num_chunks(length, chunk_len)
+        if came != expected:
+            raise ValueError(
+                f"{name}: expected num_chunks = ceil({seqlen} / chunk_len) = ceil({length} / {chunk_len}) = {expected}, got {came}."
+            )
+
+    def _shape(self, dims: Sequence[str]) -> str:
+        return f"({', '.join(str(self.sizes.get(d, d)) for d in dims)}{',' if len(dims) == 1 else ''})"
+
+
+def num_chunks(seqlen: int, chunk_len: int) -> int:
+    """ceil(seqlen / chunk_len)."""
+    return -(-seqlen // chunk_len)
+
+
+def supported(kernels: Iterable[str], **sizes: int) -> None:
+    """Raise unless every in-tree kernel named takes these sizes; keywords chunk_len (or chunk_size), d_head, d_state."""
+    fields = {"chunk_len": "Q", "chunk_size": "Q", "d_head": "P", "d_state": "N"}
+    for kernel in kernels:
+        for name, size in sizes.items():
+            values = catalog.KERNELS[kernel].get(fields[name])
+            if values is not None and size not in values:
+                raise ValueError(
+                    f"{name}: the in-tree CUDA kernels support {catalog.describe(values)}, got {size}; target='reference' takes any."
+                )
+
+
+def half(name: str, dtype: torch.dtype) -> None:
+    """Raise unless the in-tree CUDA kernels take x, B and C of this dtype."""
+    if dtype not in HALF_DTYPES:
+        raise ValueError(
+            f"{name}: the in-tree CUDA kernels take {' or '.join(map(dtype_name, HALF_DTYPES))}, got {dtype_name(dtype)}; "
+            "target='reference' takes float32."
+        )
+
+
+def positive_int(name: str, value: Any) -> int:
+    """A constructor's size. Raises TypeError for anything but an int, ValueError below 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected a positive int, got {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"{name}: expected a positive int, got {value}.")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """A constructor's bool. Raises TypeError for anything else, so that a misplaced argument is not a truth value."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {type(value).__name__}.")
+    return value
+
+
+def limit(name: str, value: Any) -> float:
+    """A constructor's clamp bound. Raises TypeError for anything but a number, ValueError for NaN."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}.")
+    if math.isnan(value):
+        raise ValueError(f"{name}: expected a number, got nan.")
+    return float(value)
+
+
+def out_dtype(name: str, value: Any) -> torch.dtype:
+    """A constructor's storage dtype. Raises TypeError for anything but a torch.dtype, ValueError outside OUT_DTYPES."""
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name}: expected a torch.dtype, got {type(value).__name__}.")
+    if value not in OUT_DTYPES:
+        raise ValueError(f"{name}: expected {' or '.join(map(dtype_name, OUT_DTYPES))}, got {dtype_name(value)}.")
+    return value
+
+
+def updated_in_place(name: str, value: Tensor) -> None:
+    """Raise unless every element of ``value`` has its own memory and rows are contiguous: a copy would lose the update."""
+    dims = [(stride, size) for size, stride in zip(value.shape, value.stride()) if size > 1]
+    reach = 1  # elements spanned by the dimensions of smaller stride
+    overlaps = False
+    for stride, size in sorted(dims):
+        overlaps = overlaps or stride < reach
+        reach += (size - 1) * stride
+    if overlaps or (value.shape[-1] > 1 and value.stride(-1) != 1):
+        why = "its elements share memory" if overlaps else "its last dimension is not contiguous"
+        raise ValueError(
+            f"{name}: cannot be updated in place: expected distinct elements and a last dimension of stride 1, "
+            f"got strides {tuple(value.stride())} for shape {tuple(value.shape)} ({why})."
+        )

@@ -1,0 +1,203 @@
+"""A call's plan: which kernels run, with which sizes, over which memory. Made once per call signature, run at every call.
+
+An op describes its launches over ``Slot``s, tensors known by shape, strides and alignment only; the planner resolves the
+kernels, evaluates grids and scalars, and lays out one workspace. ``Plan.run`` then allocates, fills in addresses and
+launches: no checks, no arithmetic over sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tileops.config import Value
+from tileops.driver import Launch
+from tileops.ops import _resolve
+
+_WORKSPACE_ALIGNMENT = 256
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``bfloat16``, as configs spell it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements of a contiguous tensor of this shape."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides)) if shape else ()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor of a plan: an input, an output or a piece of the workspace."""
+
+    base: int  # index of the memory it lies in: inputs, then outputs, then the workspace
+    offset: int  # bytes from the start of that memory
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # elements
+    dtype: torch.dtype
+    base_alignment: int  # bytes that the memory's start is known to be a multiple of
+
+    def aligned(self, nbytes: int) -> bool:
+        """Whether every row starts at a multiple of ``nbytes``: base address, and all strides but the last."""
+        size = self.dtype.itemsize
+        pitches = (s * size for n, s in zip(self.shape[:-1], self.stride[:-1]) if n > 1)
+        return math.gcd(self.base_alignment, self.offset) % nbytes == 0 and all(p % nbytes == 0 for p in pitches)
+
+    def is_contiguous(self) -> bool:
+        return all(n <= 1 or s == c for n, s, c in zip(self.shape, self.stride, contiguous_strides(self.shape)))
+
+    def last(self) -> Slot:
+        """The view of index -1 in the last dimension."""
+        skip = max(self.shape[-1] - 1, 0) * self.stride[-1] * self.dtype.itemsize
+        return replace(self, offset=self.offset + skip, shape=self.shape[:-1], stride=self.stride[:-1])
+
+    def view(self, shape: Sequence[int]) -> Slot:
+        """The same contiguous memory with another shape."""
+        if not self.is_contiguous() or math.prod(shape) != math.prod(self.shape):
+            raise ValueError(f"a slot of shape {self.shape}, strides {self.stride} has no view of shape {tuple(shape)}")
+        return replace(self, shape=tuple(shape), stride=contiguous_strides(shape))
+
+
+class Plan:
+    """What one call signature does on the GPU."""
+
+    def __init__(self, planner: Planner, outputs: Slot | tuple[Slot, ...]) -> None:
+        self.device = planner.device
+        self._densify = tuple(planner.densify)
+        self._outputs = tuple(planner.outputs)
+        self._workspace = planner.workspace_bytes
+        self._steps = tuple(planner.steps)
+        first = planner.inputs
+        slots = outputs if isinstance(outputs, tuple) else (outputs,)
+        self._returned = tuple(s.base - first for s in slots)
+        self._single = not isinstance(outputs, tuple)
+
+    def run(self, tensors: Sequence[Tensor | None]) -> Tensor | tuple[Tensor, ...]:
+        """Runs on the current stream of the tensors' device, which is the current device."""
+        device = self.device
+        if self._densify:
+            tensors = list(tensors)
+            for index in self._densify:
+                tensors[index] = tensors[index].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
+        memory: list[Tensor | None] = [*tensors, *results]
+        if self._workspace:
+            memory.append(torch.empty(self._workspace, dtype=torch.uint8, device=device))
+        starts = [0 if t is None else t.data_ptr() for t in memory]
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        for step in self._steps:
+            step(memory, starts, stream)
+        if self._single:
+            return results[self._returned[0]]
+        return tuple(results[i] for i in self._returned)
+
+
+class _LaunchStep:
+    def __init__(self, launch: Launch, slots: dict[str, Slot]) -> None:
+        self._fire = launch.fire
+        self._places = tuple((slots[name].base, slots[name].offset) for _, name in launch.pointers)
+
+    def __call__(self, memory: list[Tensor | None], starts: list[int], stream: int) -> None:
+        self._fire([starts[base] + offset for base, offset in self._places], stream)
+
+
+class Planner:
+    """Collects the steps of one plan. Ops see this object as ``p``."""
+
+    def __init__(self, tensors: Sequence[Tensor | None], device: torch.device) -> None:
+        self.device = device
+        self.inputs = len(tensors)
+        self.densify: list[int] = []
+        self.outputs: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self.steps: list[Callable[[list[Tensor | None], list[int], int], None]] = []
+        self._workspace_offset = 0
+        self.slots = tuple(None if t is None else _slot_of(i, t) for i, t in enumerate(tensors))
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self._workspace_offset
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Slot:
+        """A fresh contiguous tensor that the call returns."""
+        self.outputs.append((tuple(shape), dtype))
+        return Slot(self.inputs + len(self.outputs) - 1, 0, tuple(shape), contiguous_strides(shape), dtype, _WORKSPACE_ALIGNMENT)
+
+    def workspace(self, shape: Sequence[int], dtype: torch.dtype) -> Slot:
+        """Contiguous memory that lives for the call; its content is undefined."""
+        offset = self._workspace_offset
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._workspace_offset += -(-nbytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+        return Slot(_WORKSPACE, offset, tuple(shape), contiguous_strides(shape), dtype, _WORKSPACE_ALIGNMENT)
+
+    def dense(self, slot: Slot) -> Slot:
+        """``slot``, or where its last dimension is strided a contiguous copy of that input, made at each call."""
+        if slot.shape[-1] <= 1 or slot.stride[-1] == 1:
+            return slot
+        return self.copied(slot)
+
+    def copied(self, slot: Slot) -> Slot:
+        """A contiguous, aligned copy of an input, made at each call."""
+        if slot.base not in self.densify:
+            self.densify.append(slot.base)
+        return replace(slot, stride=contiguous_strides(slot.shape), base_alignment=_WORKSPACE_ALIGNMENT)
+
+    def launch(
+        self,
+        kernel: str,
+        values: dict[str, Value],
+        tensors: dict[str, Slot],
+        dims: dict[str, int],
+        floats: dict[str, float] | None = None,
+    ) -> None:
+        """Adds a launch. ``tensors`` by the kernel's parameter names; strides are bound from them as ``name.stride<i>``."""
+        if 0 in dims.values():
+            return  # nothing to compute; the op has filled what a zero size still defines
+        loaded = _resolve.obtain(kernel, values, self.device.index)
+        tensors = {name: self._aligned(slot, loaded.record.alignment.get(name, 1), f"{kernel}: {name}") for name, slot in tensors.items()}
+        sizes = dict(dims)
+        for name, slot in tensors.items():
+            # The stride of a dimension of size 1 is arbitrary in torch; the kernel may assume that it is a multiple of 16 bytes.
+            sizes.update((f"{name}.stride{i}", s if n > 1 else 0) for i, (n, s) in enumerate(zip(slot.shape, slot.stride)))
+        launch = Launch(loaded, sizes, floats or {})
+        if launch.empty:
+            return
+        self.steps.append(_LaunchStep(launch, tensors))
+
+    def _aligned(self, slot: Slot, nbytes: int, what: str) -> Slot:
+        """``slot``, or a copy of it where the kernel needs a better aligned start (a small vector cut out of a larger one)."""
+        if _starts_aligned(slot, nbytes):
+            return slot
+        if slot.base < self.inputs and slot.is_contiguous():
+            return self.copied(slot)
+        raise ValueError(f"{what} must start at a multiple of {nbytes} bytes for this variant of the kernel.")
+
+    def fill_zero(self, slot: Slot) -> None:
+        """Adds a step that zeroes a whole output."""
+        self.steps.append(lambda memory, starts, stream: memory[slot.base].zero_() and None)  # type: ignore[union-attr]
+
+    def copy(self, destination: Slot, source: Slot) -> None:
+        """Adds a step that copies an input into a whole output."""
+        self.steps.append(lambda memory, starts, stream: memory[destination.base].copy_(memory[source.base]) and None)  # type: ignore[union-attr, arg-type]
+
+
+#: Base index of the workspace: last in the list of memories.
+_WORKSPACE = -1
+
+
+def _starts_aligned(slot: Slot, nbytes: int) -> bool:
+    return math.gcd(slot.base_alignment, slot.offset) % nbytes == 0
+
+
+def _slot_of(index: int, tensor: Tensor) -> Slot:
+    address = tensor.data_ptr()
+    alignment = next(n for n in (16, 8, 4, 2, 1) if address % n == 0)
+    return Slot(index, 0, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, alignment)
+

@@ -1,0 +1,141 @@
+"""SSDChunkCumsumFwdOp: processed dt and the chunk-local prefix sum of dt * A."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tileops.config import Value
+from tileops.ops import _checks
+from tileops.ops._base import Op
+from tileops.ops._layout import packed
+
+if TYPE_CHECKING:
+    from tileops.ops._planner import Planner, Slot
+
+
+class SSDChunkCumsumFwdOp(Op):
+    """Mamba-2 dA_cumsum: bias, softplus and clamp of dt, then the inclusive prefix sum of dt * A within each chunk.
+
+        v       = clamp(softplus?(dt + dt_bias), dt_min, dt_max)         softplus(v) = log1p(exp(v)), v itself above 20
+        dt_out  = v                                                      rounded to out_dtype
+        dA_cumsum[b, h, c, l] = sum_{i <= l} v[b, cQ+i, h] * A[h]        from v in float32, before that rounding
+
+    Source: Dao and Gu, "Transformers are SSMs", 2024 (arXiv 2405.21060), section 6.
+    Targets: any layout; a ``dt`` whose last dimension is strided is copied at each call on CUDA.
+
+    Args:
+        chunk_len: tokens per chunk. The CUDA kernels take 16, 32, 64, 128 and 256.
+        out_dtype: storage dtype of dt_out: float32, float16 or bfloat16.
+        dt_softplus: apply softplus to dt + dt_bias.
+        dt_min: lower clamp bound, applied after bias and softplus; the unit is that of dt.
+        dt_max: upper clamp bound, likewise.
+        target: a target name, ``tileops.BUILTIN`` for the in-tree kernels, or None to decide from the input device.
+
+    Raises:
+        ValueError: chunk_len < 1, an out_dtype outside the three, dt_min > dt_max, a NaN bound.
+        TypeError: an argument of another kind.
+        TargetError: ``target`` is not registered.
+    """
+
+    def __init__(
+        self,
+        chunk_len: int,
+        out_dtype: torch.dtype = torch.float32,
+        dt_softplus: bool = False,
+        dt_min: float = 0.0,
+        dt_max: float = math.inf,
+        *,
+        target: str | None = None,
+    ) -> None:
+        self.chunk_len = _checks.positive_int("chunk_len", chunk_len)
+        self.out_dtype = _checks.out_dtype("out_dtype", out_dtype)
+        self.dt_softplus = _checks.flag("dt_softplus", dt_softplus)
+        self.dt_min = _checks.limit("dt_min", dt_min)
+        self.dt_max = _checks.limit("dt_max", dt_max)
+        if self.dt_min > self.dt_max:
+            raise ValueError(f"dt_min: expected at most dt_max = {self.dt_max}, got {self.dt_min}.")
+        super().__init__(target)
+
+    def forward(self, dt: Tensor, A: Tensor, dt_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Run the dA_cumsum forward pass.
+
+        Args:
+            dt: (batch, seq_len, n_heads) float32, raw dt. seq_len need not be a multiple of chunk_len and may be 0.
+            A: (n_heads,) float32, decay rates, <= 0 (that is -exp(A_log)).
+            dt_bias: (n_heads,) float32, optional.
+
+        Returns:
+            dt_out: (batch, n_heads, num_chunks, chunk_len) out_dtype; 0 for rows past seq_len.
+            dA_cumsum: (batch, n_heads, num_chunks, chunk_len) float32; flat past seq_len.
+
+        Raises:
+            ValueError: a wrong shape, dtype or device, or an input that requires grad (no backward).
+            TypeError: an argument that is no tensor.
+            MissingKernelError, IncompatibleArtifactError: CUDA tensors whose kernel cannot be had.
+        """
+        result: tuple[Tensor, Tensor] = self._run(dt, A, dt_bias)
+        return result
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "chunk_len": self.chunk_len,
+            "out_dtype": self.out_dtype,
+            "dt_softplus": self.dt_softplus,
+            "dt_min": self.dt_min,
+            "dt_max": self.dt_max,
+        }
+
+    def check(self, *tensors: Any) -> None:
+        dt, A, dt_bias = tensors
+        a = _checks.Arguments()
+        a.tensor("dt", dt, ("batch", "seq_len", "n_heads"), _checks.FLOAT32)
+        a.at_least_one("n_heads")
+        a.tensor("A", A, ("n_heads",), _checks.FLOAT32)
+        a.optional("dt_bias", dt_bias, ("n_heads",), _checks.FLOAT32)
+
+    def check_builtin(self, *tensors: Any) -> None:
+        _checks.supported(["chunk_cumsum"], chunk_len=self.chunk_len)
+
+    def kernels(self) -> list[tuple[str, dict[str, Value]]]:
+        return [("chunk_cumsum", {"Q": self.chunk_len, "out_dtype": _checks.dtype_name(self.out_dtype), "softplus": self.dt_softplus})]
+
+    def plan(self, p: Planner, *slots: Slot | None) -> tuple[Slot, Slot]:
+        dt, A, dt_bias = slots
+        assert dt is not None and A is not None
+        return plan_chunk_cumsum(p, p.empty, dt, A, dt_bias, **self.options())
+
+
+def plan_chunk_cumsum(
+    p: Planner,
+    new: Callable[[tuple[int, ...], torch.dtype], Slot],
+    dt: Slot,
+    A: Slot,
+    dt_bias: Slot | None,
+    *,
+    chunk_len: int,
+    out_dtype: torch.dtype,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+) -> tuple[Slot, Slot]:
+    """Add the launch; ``new`` (p.empty or p.workspace) makes dt_out and dA_cumsum."""
+    batch, seqlen, heads = dt.shape
+    chunks = _checks.num_chunks(seqlen, chunk_len)
+    dt_out = new((batch, heads, chunks, chunk_len), out_dtype)
+    dA_cumsum = new((batch, heads, chunks, chunk_len), torch.float32)
+    tensors = {"dt": p.dense(dt), "A": packed(p, A), "dt_out": dt_out, "dA_cumsum": dA_cumsum}
+    if dt_bias is not None:
+        tensors["dt_bias"] = packed(p, dt_bias)
+    p.launch(
+        "chunk_cumsum",
+        {"Q": chunk_len, "out_dtype": _checks.dtype_name(out_dtype), "softplus": dt_softplus, "has_bias": dt_bias is not None},
+        tensors,
+        {"B": batch, "S": seqlen, "H": heads, "C": chunks},
+        {"dt_min": dt_min, "dt_max": dt_max},
+    )
+    return dt_out, dA_cumsum
