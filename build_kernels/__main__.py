@@ -16,10 +16,18 @@ ARTIFACTS = Path(__file__).resolve().parents[1] / "artifacts"
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m build_kernels", description="Compiles kernels into artifacts/. Needs TileLang (pip install 'tileops[jit]'), no GPU.")
+    p = argparse.ArgumentParser(
+        prog="python -m build_kernels", description="Compiles kernels into artifacts/. Needs TileLang (pip install 'tileops[jit]'), no GPU."
+    )
     p.add_argument("--arch", metavar="A,B", help=f"instead of the matrix's archs; of {', '.join(catalog.ARCHS)}")
     p.add_argument("--model", metavar="NAME", action="append", default=[], help="a model preset instead of the matrix; may be repeated")
-    p.add_argument("--only", metavar="PATTERN", action="append", default=[], help='words that must all match: a kernel\'s name, field=value ("chunk_* Q=256"); may be repeated')
+    p.add_argument(
+        "--only",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help='words that must all match: a kernel\'s name, field=value ("chunk_* Q=256"); may be repeated',
+    )
     p.add_argument("--jobs", metavar="N", type=_positive, help="processes (default: as many as cores and memory allow)")
     p.add_argument("--matrix", metavar="FILE", type=Path, default=matrix.DEFAULT, help="the matrix (default: build_kernels/matrix.toml)")
     p.add_argument("--out", metavar="DIR", type=Path, default=ARTIFACTS, help="where the kernels go (default: artifacts/)")
@@ -61,7 +69,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"build_kernels: {args.out} cannot be written: {error}.", file=sys.stderr)
         return 1
     print(building.summary(report))
-    print(f"{time.monotonic() - start:.1f} s with {jobs} processes, into {args.out}" if not args.check else f"{time.monotonic() - start:.1f} s, nothing written")
+    print(
+        f"{time.monotonic() - start:.1f} s with {jobs} processes, into {args.out}"
+        if not args.check
+        else f"{time.monotonic() - start:.1f} s, nothing written"
+    )
     return _status(report)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -33,7 +34,9 @@ class Report:
     interrupted: bool = False
 
 
-def build(configs: Sequence[KernelConfig], out: Path, *, jobs: int, timeout: float = 600.0, complete: bool = False, stream: TextIO | None = None) -> Report:
+def build(
+    configs: Sequence[KernelConfig], out: Path, *, jobs: int, timeout: float = 600.0, complete: bool = False, stream: TextIO | None = None
+) -> Report:
     """Compiles what ``out`` lacks and publishes it there, also after a failure or an interrupt.
 
     Valid artifacts of the same config, sources and compiler are kept; a kernel that was finished before a kill counts.
@@ -58,8 +61,10 @@ def build(configs: Sequence[KernelConfig], out: Path, *, jobs: int, timeout: flo
         lock.acquire(timeout=0)
     except Timeout:
         raise BlockingIOError(errno.EAGAIN, "another build is writing there; wait for it to end") from None
-    with lock:
+    try:
         _build(report, out, jobs, timeout, complete, stream)
+    finally:
+        lock.release()
     return report
 
 
@@ -67,7 +72,7 @@ def _build(report: Report, out: Path, jobs: int, timeout: float, complete: bool,
     configs = report.wanted
     writer = store.PackagedWriter(out)
     toolchain = compiler.toolchain_name()
-    absent = []
+    absent: list[KernelConfig] = []
     for config in configs:
         (report.present if writer.has(config, toolchain) else absent).append(config)
     _run(report, absent, str(out), jobs, timeout, stream)
@@ -75,8 +80,8 @@ def _build(report: Report, out: Path, jobs: int, timeout: float, complete: bool,
 
 
 def check(configs: Sequence[KernelConfig], out: Path, *, jobs: int, timeout: float = 600.0, stream: TextIO | None = None) -> Report:
-    """Compiles every kernel again, writes nothing, and compares with the digests of ``out``'s artifacts; where there is
-    none, with ``digests.json``. A kernel in neither is ``missing``."""
+    """Compiles every kernel again, writes nothing, and compares with the cubins in ``out``; where there is none, with
+    ``digests.json``. A kernel in neither is ``missing``."""
     report = Report(list(configs))
     known = _digests(out)
     report.missing = [config for config in configs if config.key not in known]
@@ -90,7 +95,9 @@ def _digests(out: Path) -> dict[str, str]:
         listed = store.read_digests(out)
     except (OSError, CorruptArtifactError):
         listed = {}
-    return {**listed, **store.PackagedWriter(out).digests()}
+    # The files' own bytes: a damaged cubin differs, whatever its manifest says.
+    found = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.glob("sm_*/*.cubin")}
+    return {**listed, **found}
 
 
 def _publish(writer: store.PackagedWriter, report: Report, complete: bool) -> None:

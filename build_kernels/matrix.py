@@ -82,7 +82,9 @@ def select(configs: Iterable[KernelConfig], patterns: Sequence[str]) -> list[Ker
         hits = {config.key for config in known if _matches(config, pattern.split())}
         if not hits or not pattern.split():
             kernels = ", ".join(catalog.KERNELS)
-            raise MatrixError(f"--only {pattern!r} selects no kernel of the matrix; expected words like a kernel's name ({kernels}) or field=value.")
+            raise MatrixError(
+                f"--only {pattern!r} selects no kernel of the matrix; expected words like a kernel's name ({kernels}) or field=value."
+            )
         chosen |= hits
     return [config for config in known if config.key in chosen]
 

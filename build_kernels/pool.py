@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from typing import Any
@@ -63,7 +63,7 @@ class _Worker:
     started: float = 0.0
 
 
-def run(configs: Sequence[KernelConfig], jobs: int, out: str | None, timeout: float) -> Iterator[Outcome]:
+def run(configs: Sequence[KernelConfig], jobs: int, out: str | None, timeout: float) -> Generator[Outcome, None, None]:
     """Compiles every config; yields outcomes as they come.
 
     Args:

@@ -42,8 +42,8 @@ WANTED = (
     "recurrent tied=True",
 )
 
-#: Largest relative error, in norm. bfloat16 keeps 8 bits; the chunked products round their operands to it (2e-3 is typical).
-ALLOWED = 1e-2
+#: Largest relative error, in norm: the tensor cores' operands are rounded to bfloat16, which costs about 2e-3.
+ALLOWED = 5e-3
 
 
 class Cache(NamedTuple):
@@ -183,14 +183,16 @@ def main() -> int:
         if not arch:
             print(f"No arch of tileops runs on this GPU (compute capability {capability}); try --device cpu.")
             return 1
-    print(f"One Mamba-2 block of {MODEL.name}: d_model {D_MODEL}, H {HEADS}, P {HEAD_DIM}, N {D_STATE}, Q {MODEL.chunk_size}, {MODEL.dtype}\n")
+    print(
+        f"One Mamba-2 block of {MODEL.name}: d_model {D_MODEL}, H {HEADS}, P {HEAD_DIM}, N {D_STATE}, Q {MODEL.chunk_size}, {MODEL.dtype}\n"
+    )
     _, fine = prepare(arch, args.jobs)
 
     device = torch.device(args.device)
     tokens = torch.frombuffer(bytearray((ROOT / "README.md").read_bytes()), dtype=torch.uint8).long()[None].to(device)
     prompt, rest = tokens[:, :-STEPS], tokens[:, -STEPS:]
-    start = time.perf_counter()
     block = Mamba2Block().to(device)
+    start = time.perf_counter()
     _, cache, _ = block.prefill(prompt)
     cache.state.sum().item()  # waits for the GPU
     first = time.perf_counter() - start
@@ -205,7 +207,7 @@ def main() -> int:
         print(f"\n2. Runs on {torch.cuda.get_device_name()} with these kernels ({counts})")
     else:
         print("\n2. Runs on the CPU: every op by the target `reference` (plain PyTorch); the kernels above wait for a GPU")
-    print(f"   prefill of {prompt.shape[1]} bytes of README.md: first answer {first * 1e3:.1f} ms after the ops were constructed")
+    print(f"   prefill of {prompt.shape[1]} bytes of README.md: first answer after {first * 1e3:.1f} ms (the first call in this process)")
     print(f"   then {STEPS} decode steps: {pace * 1e3:.2f} ms a token")
 
     whole, whole_cache, inputs = block.prefill(tokens)

@@ -27,7 +27,7 @@ def config(arch: str = "sm_90a", source: str = SOURCE, kernel: str = "recurrent"
     return KernelConfig.make(kernel, arch, {**base, **values}, source)
 
 
-def cubin(arch: str, size: int = 3000, seed: int = 0) -> bytes:
+def cubin(arch: str, size: int = 3000, seed: object = 0) -> bytes:
     """Bytes with the ELF header of a cubin for ``arch`` (as NVRTC 12.9 writes it), the rest random."""
     abi, flags = _ELF_ARCH[arch]
     identity = b"\x7fELF\x02\x01\x01" + (b"\x33" if abi == 7 else b"\x41") + bytes([abi]) + bytes(7)
@@ -38,7 +38,7 @@ def cubin(arch: str, size: int = 3000, seed: int = 0) -> bytes:
 def artifact(of: KernelConfig | None = None, *, size: int = 3000, seed: int = 0, compiler: str = COMPILER, **changes: Any) -> Artifact:
     """An artifact of ``of``; ``changes`` are fields of the record set to other values afterwards."""
     of = of or config()
-    data = cubin(of.arch, size, seed)
+    data = cubin(of.arch, size, (of.key, seed))
     fields: dict[str, Any] = {
         "schema": SCHEMA,
         "key": of.key,
@@ -85,10 +85,10 @@ discovery.installed_roots(); platformdirs.user_cache_dir("warm")
 with tempfile.TemporaryDirectory() as folder:
     with filelock.FileLock(os.path.join(folder, "warm"), fallback_to_soft=False): pass
 caught = warnings.catch_warnings(record=True)
-seen = caught.__enter__()
+caught_warnings = caught.__enter__()
 warnings.simplefilter("always")
 def report(**facts):
-    print(json.dumps({**facts, "warnings": [str(w.message) for w in seen]}))
+    print(json.dumps({**facts, "warnings": [str(w.message) for w in caught_warnings]}))
 """
 
 
@@ -138,3 +138,101 @@ def isolate(monkeypatch: Any, place: Path) -> Path:
 def own_root(place: Path) -> Path:
     """The folder that isolate() made this package's packaged root."""
     return place / "site-packages" / "tileops" / "artifacts"
+
+
+#: Calls that the kernel can be told to refuse, by machine.
+_CALLS = {
+    "x86_64": {"flock": 73, "fsync": 74, "mkdirat": 258, "renameat": 264, "renameat2": 316, "openat": 257, "audit": 0xC000003E},
+    "aarch64": {"flock": 32, "fsync": 82, "mkdirat": 34, "renameat": 38, "renameat2": 276, "openat": 56, "audit": 0xC00000B7},
+}
+
+
+def refuse(call: str, error: int) -> None:
+    """From now on the kernel answers ``call`` with ``error`` in this process: a seccomp filter, not a mock. Raises OSError."""
+    import ctypes
+    import platform
+
+    number = _CALLS[platform.machine()][call]
+    program = [
+        (0x20, 0, 0, 0),  # load the call's number
+        (0x15, 0, 1, number),  # skip one unless it is ours
+        (0x06, 0, 0, 0x00050000 | error),  # SECCOMP_RET_ERRNO
+        (0x06, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    filled = Program(len(program), ctypes.addressof(code))
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(filled), 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+_WRITES = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir", "chmod")
+
+
+def kill_at_every_call(folder: Path, prepare: Any, action: Any, check: Any) -> dict[str, int]:
+    """Runs ``action`` again and again in children that SIGKILL themselves before, in or after their n-th call of the file system.
+
+    After each kill ``check`` looks at what is left. Returns how often each kind of call was the last one. Run this in a process without threads.
+    """
+    import shutil
+    import signal
+
+    seen: dict[str, int] = {}
+    for when in ("before", "in", "after"):
+        for number in range(1, 1000):
+            shutil.rmtree(folder, ignore_errors=True)
+            prepare()
+            told, tells = os.pipe()
+            child = os.fork()
+            if child == 0:
+                _die_at(number, when, tells)
+                action()
+                os._exit(0)
+            os.close(tells)
+            status = os.waitpid(child, 0)[1]
+            last = os.read(told, 100).decode()
+            os.close(told)
+            if os.WIFEXITED(status):
+                assert os.WEXITSTATUS(status) == 0, f"the child failed: {status}"
+                assert number > 1
+                break
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            seen[f"{when} {last}"] = seen.get(f"{when} {last}", 0) + 1
+            try:
+                check()
+            except Exception as error:
+                raise AssertionError(f"killed {when} call {number} ({last})") from error
+    return seen
+
+
+def _die_at(number: int, when: str, tells: int) -> None:
+    import signal
+
+    from tileops.store import files
+
+    left = [number]
+
+    def wrap(name: str, real: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                real_write(tells, name.encode())
+                if when == "in" and name == "write":
+                    real_write(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+                try:
+                    if when == "after":
+                        real(*arguments, **keywords)
+                finally:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **keywords)
+
+        return call
+
+    real_write = os.write
+    for name in _WRITES:
+        setattr(os, name, wrap(name, getattr(os, name)))
+    files.exchange = wrap("exchange", files.exchange)  # type: ignore[assignment]

@@ -117,7 +117,9 @@ _BAMBA = _Family("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_grou
 FAMILIES: dict[str, _Family] = {
     "mamba2": _Family("num_heads", "head_dim", "state_size", "n_groups", "chunk_size"),
     "nemotron_h": _Family("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "chunk_size"),
-    "falcon_h1": _Family("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_chunk_size", "mamba_d_ssm", "mamba_expand"),
+    "falcon_h1": _Family(
+        "mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_chunk_size", "mamba_d_ssm", "mamba_expand"
+    ),
     "granitemoehybrid": _BAMBA,
     "bamba": _BAMBA,
     "zamba2": _Family("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "chunk_size", None, "mamba_expand"),
@@ -157,7 +159,10 @@ def _from_dict(data: Any, where: str) -> Model:
         return _original(data, where, dtype)
     family = _family(data)
     if family is None:
-        raise ValueError(f"{where}: model_type is {data.get('model_type')!r}; known: {', '.join(FAMILIES)}. Give the values themselves (--chunk-size --head-dim --d-state).")
+        raise ValueError(
+            f"{where}: model_type is {data.get('model_type')!r}; known: {', '.join(FAMILIES)}. "
+            "Any other model: give the values themselves (--chunk-size --head-dim --d-state)."
+        )
     heads = _integer(data, family.n_heads, where)
     groups = 1 if family.n_groups is None else _integer(data, family.n_groups, where)
     return Model(
@@ -183,7 +188,10 @@ def _original(data: Mapping[str, Any], where: str, dtype: str | None) -> Model:
         raise ValueError(f"{where}: ssm_cfg.layer is {given.get('layer')!r}; only Mamba2 layers have SSD kernels.")
     values = {"headdim": 64, "d_state": 128, "ngroups": 1, "expand": 2, "chunk_size": 256, **given}
     head_dim = _integer(values, "headdim", where)
-    inner = values.get("d_ssm") or _integer(values, "expand", where) * _integer(data, "d_model", where)
+    if values.get("d_ssm") is not None:
+        inner = _integer(values, "d_ssm", where)
+    else:
+        inner = _integer(values, "expand", where) * _integer(data, "d_model", where)
     return Model(
         name=_name(data, where),
         head_dim=head_dim,

@@ -74,8 +74,9 @@ def _of_major(major: int, tilelang: str) -> Toolchain | str:
 
 
 def _nvidia_folders() -> list[Path]:
-    spec = util.find_spec("nvidia") if "nvidia" not in sys.modules else sys.modules["nvidia"].__spec__
-    return [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    # Not through the import system: some wheels make ``nvidia`` a regular package, which hides the parts that others
+    # put into the ``nvidia`` folder of another sys.path entry.
+    return [folder for folder in (Path(entry or ".", "nvidia") for entry in sys.path) if folder.is_dir()]
 
 
 def _first(folders: list[Path], pattern: str) -> Path | None:

@@ -53,6 +53,11 @@ def at_least(ctas: int) -> Any:
     return None if _cpu else T.annotate_min_blocks_per_sm(ctas)
 
 
+def parallel(*extents: int) -> Any:
+    """A loop nest spread over the threads; serial on the CPU backend, whose parallel loops take no local buffers."""
+    return T.grid(*extents) if _cpu else T.Parallel(*extents)
+
+
 def shared(shape: tuple[int, ...], dtype: str) -> Any:
     return T.alloc_local(shape, dtype) if _cpu else T.alloc_shared(shape, dtype)
 

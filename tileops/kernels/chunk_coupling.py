@@ -39,14 +39,14 @@ def program(*, Q: int, N: int, dtype: str, aligned: bool) -> Any:
             acc = k.fragment((tile, tile))
             T.clear(acc)
             if col <= row:
-                for i, n in T.Parallel(tile, N):
+                for i, n in k.parallel(tile, N):
                     Cs[i, n] = T.if_then_else(c * Q + row * tile + i < S, Cm[b, c * Q + row * tile + i, g, n], 0)
-                for i, n in T.Parallel(tile, N):
+                for i, n in k.parallel(tile, N):
                     Bs[i, n] = T.if_then_else(c * Q + col * tile + i < S, Bm[b, c * Q + col * tile + i, g, n], 0)
                 T.gemm(Cs, Bs, acc, transpose_B=True)
-            for i, j in T.Parallel(tile, tile):
+            for i, j in k.parallel(tile, tile):
                 out[i, j] = T.if_then_else(col * tile + j <= row * tile + i, acc[i, j], 0)
-            for i, j in T.Parallel(tile, tile):
+            for i, j in k.parallel(tile, tile):
                 cb[b, c, g, row * tile + i, col * tile + j] = out[i, j]
 
     return k.complete(chunk_coupling)

@@ -44,7 +44,7 @@ def program(*, Q: int, out_dtype: str, softplus: bool, has_bias: bool) -> Any:
             sums = k.shared((HEADS, width), "float32")
             totals = k.shared((HEADS, runs), "float32")
             part = T.alloc_local((4,), "float32")
-            for l, h in T.Parallel(Q, HEADS):
+            for l, h in k.parallel(Q, HEADS):
                 inside = c * Q + l < S and first + h < H
                 v = T.alloc_var("float32", init=T.if_then_else(inside, dt[b, c * Q + l, first + h], 0.0))
                 if has_bias:
@@ -55,7 +55,7 @@ def program(*, Q: int, out_dtype: str, softplus: bool, has_bias: bool) -> Any:
                 v = T.if_then_else(v < dt_min, dt_min, v)
                 v = T.if_then_else(v > dt_max, dt_max, v)
                 values[h, l // run * 4 + l] = T.if_then_else(inside, v, 0.0)
-            for h, j in T.Parallel(HEADS, runs):
+            for h, j in k.parallel(HEADS, runs):
                 rate = T.alloc_var("float32", init=A[T.min(first + h, H - 1)])
                 total = T.alloc_var("float32", init=0.0)
                 for i in T.unroll(run // 4):
@@ -68,14 +68,14 @@ def program(*, Q: int, out_dtype: str, softplus: bool, has_bias: bool) -> Any:
                     for e in T.vectorized(4):
                         sums[h, j * (run + 4) + i * 4 + e] = part[e]
                 totals[h, j] = total
-            for h, j in T.Parallel(HEADS, runs):
+            for h, j in k.parallel(HEADS, runs):
                 before = T.alloc_var("float32", init=0.0)
                 for i in T.serial(j):
                     before = before + totals[h, i]
                 for i in T.unroll(run // 4):
                     for e in T.vectorized(4):
                         sums[h, j * (run + 4) + i * 4 + e] = before + sums[h, j * (run + 4) + i * 4 + e]
-            for h, l in T.Parallel(HEADS, Q):
+            for h, l in k.parallel(HEADS, Q):
                 if first + h < H:
                     dt_out[b, first + h, c, l] = values[h, l // run * 4 + l]
                     dA_cumsum[b, first + h, c, l] = sums[h, l // run * 4 + l]

@@ -66,11 +66,10 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, aligned: bool)
             state_top = k.fragment((width,))
             raw = k.fragment((rows, cols), dtype)
             mixed = k.fragment((rows, cols))
-            mixed_size = k.fragment((rows, cols))
             top = k.fragment((rows,))
             acc = k.fragment((rows, width))
 
-            for l in T.Parallel(Q):
+            for l in k.parallel(Q):
                 sums[l] = dA_cumsum[b, h, c, l]
                 # Kept above -inf, so that the difference of two sums never is -inf - -inf.
                 earlier[l] = T.max(sums[l], k.LOWEST)
@@ -80,35 +79,35 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, aligned: bool)
             if half:
                 T.clear(state_top)
                 for d in T.serial(k.ceildiv(N, depth)):
-                    for p, n in T.Parallel(width, depth):
-                        size[p, n] = T.if_then_else(p0 * width + p < P and d * depth + n < N, T.abs(prev_states[b, c, h, p0 * width + p, d * depth + n]), 0.0)
-                    T.reduce_max(size, state_top, dim=1, clear=False)
-                for p in T.Parallel(width):
+                    for p, n in k.parallel(width, depth):
+                        size[p, n] = T.if_then_else(p0 * width + p < P and d * depth + n < N, prev_states[b, c, h, p0 * width + p, d * depth + n], 0.0)
+                    T.reduce_absmax(size, state_top, dim=1, clear=False)
+                for p in k.parallel(width):
                     state_scale[p], state_unscale[p] = k.fp16_scale(state_top[p])
             T.clear(acc)
             for d in T.serial(k.ceildiv(N, depth)):
-                for i, n in T.Parallel(rows, depth):
+                for i, n in k.parallel(rows, depth):
                     Cs[i, n] = T.if_then_else(c * Q + row * rows + i < S and d * depth + n < N, Cm[b, c * Q + row * rows + i, g, d * depth + n], 0)
                 # Loaded apart from the rounding: TileLang moves a load that is cast out from under its condition.
-                for p, n in T.Parallel(width, depth):
+                for p, n in k.parallel(width, depth):
                     state[p, n] = T.if_then_else(p0 * width + p < P and d * depth + n < N, prev_states[b, c, h, p0 * width + p, d * depth + n], 0.0)
-                for p, n in T.Parallel(width, depth):
+                for p, n in k.parallel(width, depth):
                     Ss[p, n] = state[p, n] * state_scale[p] if half else state[p, n]
                 T.gemm(Cs, Ss, acc, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-            for i, p in T.Parallel(rows, width):
+            for i, p in k.parallel(rows, width):
                 acc[i, p] *= T.exp(sums[row * rows + i])
             if half:
-                for i, p in T.Parallel(rows, width):
+                for i, p in k.parallel(rows, width):
                     acc[i, p] *= state_unscale[p]
-                for i in T.Parallel(rows):
+                for i in k.parallel(rows):
                     unscale[i] = 1.0
                 T.clear(top)
 
             # The chunk itself: tiles up to the diagonal.
             for t in T.serial((row + 1) * (rows // cols)):
-                for i, j in T.Parallel(rows, cols):
+                for i, j in k.parallel(rows, cols):
                     raw[i, j] = cb[b, c, g, row * rows + i, t * cols + j]
-                for i, j in T.Parallel(rows, cols):
+                for i, j in k.parallel(rows, cols):
                     # A token sees itself undecayed even where A is -inf.
                     passed = T.if_then_else(t * cols + j == row * rows + i, 0.0, sums[row * rows + i] - earlier[t * cols + j])
                     weight = T.exp2(T.min(passed, 0.0) * k.LOG2E) * steps[t * cols + j]
@@ -118,24 +117,22 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, aligned: bool)
                     else:
                         raw[i, j] = part
                 if half:
-                    for i, j in T.Parallel(rows, cols):
-                        mixed_size[i, j] = T.abs(mixed[i, j])
-                    T.reduce_max(mixed_size, top, dim=1, clear=False)
-                    for i in T.Parallel(rows):
+                    T.reduce_absmax(mixed, top, dim=1, clear=False)
+                    for i in k.parallel(rows):
                         to_fp16, back = k.fp16_scale(top[i], -LIMIT, LIMIT)
                         change[i] = to_fp16 * unscale[i]
                         scale[i] = to_fp16
                         unscale[i] = back
-                    for i, p in T.Parallel(rows, width):
+                    for i, p in k.parallel(rows, width):
                         acc[i, p] *= change[i]
-                    for i, j in T.Parallel(rows, cols):
+                    for i, j in k.parallel(rows, cols):
                         raw[i, j] = mixed[i, j] * scale[i]
-                for i, j in T.Parallel(rows, cols):
+                for i, j in k.parallel(rows, cols):
                     Ms[i, j] = raw[i, j]
-                for j, p in T.Parallel(cols, width):
+                for j, p in k.parallel(cols, width):
                     Xs[j, p] = T.if_then_else(c * Q + t * cols + j < S and p0 * width + p < P, x[b, c * Q + t * cols + j, h, p0 * width + p], 0)
                 T.gemm(Ms, Xs, acc, policy=T.GemmWarpPolicy.FullRow)
-            for i, p in T.Parallel(rows, width):
+            for i, p in k.parallel(rows, width):
                 if c * Q + row * rows + i < S and p0 * width + p < P:
                     y[b, c * Q + row * rows + i, h, p0 * width + p] = acc[i, p] * unscale[i] if half else acc[i, p]
 

@@ -31,7 +31,7 @@ def program(*, P: int, N: int, dtype: str, tied: bool) -> Any:
         state: k.strided("state", (B, H, P, N), "float32", 4),
         y: T.Tensor((B, H, P), "float32"),
     ):
-        with k.grid(B * H * tiles, threads=min(width, 128)) as block:
+        with k.grid(B * H * tiles, threads=min(2 * width, 128)) as block:
             tile = T.alloc_var("int32", init=block % tiles)
             bh = T.alloc_var("int32", init=block // tiles)
             h = T.alloc_var("int32", init=T.truncmod(bh, H))
@@ -46,26 +46,26 @@ def program(*, P: int, N: int, dtype: str, tied: bool) -> Any:
             step = k.shared((ROWS,), "float32")
             gain = k.shared((ROWS,), "float32")
 
-            for i, n in T.Parallel(ROWS, width):
+            for i, n in k.parallel(ROWS, width):
                 s[i, n] = T.if_then_else(n < N, state[b, h, tile * ROWS + i, n], 0.0)
             if not tied:
-                for i, n in T.Parallel(ROWS, width):
+                for i, n in k.parallel(ROWS, width):
                     rate[i, n] = T.if_then_else(n < N, A[h, tile * ROWS + i, n], 0.0)
-            for n in T.Parallel(width):
+            for n in k.parallel(width):
                 Bs[n] = T.cast(Bm[b, g, T.min(n, N - 1)], "float32")
                 Cs[n] = T.cast(Cm[b, g, T.min(n, N - 1)], "float32")
-            for i in T.Parallel(ROWS):
+            for i in k.parallel(ROWS):
                 step[i] = dt[b, h] if tied else dt[b, h, tile * ROWS + i]
                 gain[i] = step[i] * T.cast(x[b, h, tile * ROWS + i], "float32")
-            for i, n in T.Parallel(ROWS, width):
+            for i, n in k.parallel(ROWS, width):
                 decay = T.if_then_else(step[i] == 0.0, 1.0, T.exp(step[i] * (A[h] if tied else rate[i, n])))
                 s[i, n] = decay * s[i, n] + gain[i] * Bs[n]
                 part[i, n] = T.if_then_else(n < N, s[i, n] * Cs[n], 0.0)
-            for i, n in T.Parallel(ROWS, width):
+            for i, n in k.parallel(ROWS, width):
                 if n < N:
                     state[b, h, tile * ROWS + i, n] = s[i, n]
             T.reduce_sum(part, total, dim=1)
-            for i in T.Parallel(ROWS):
+            for i in k.parallel(ROWS):
                 y[b, h, tile * ROWS + i] = total[i]
 
     return k.complete(recurrent)

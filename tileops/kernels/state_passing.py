@@ -39,7 +39,7 @@ def program(*, has_initial_states: bool) -> Any:
             b = T.alloc_var("int32", init=T.truncdiv(bh, H))
             ahead = T.alloc_local((AHEAD,), "float32")
             decay = T.alloc_local((AHEAD,), "float32")
-            for i in T.Parallel(THREADS):
+            for i in k.parallel(THREADS):
                 s = T.alloc_var("float32", init=0.0)
                 if m0 + i < M:
                     if has_initial_states:

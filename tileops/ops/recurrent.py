@@ -30,8 +30,8 @@ class SSDRecurrentFwdOp(Op):
     memory traffic. ``state`` may be a view of a larger pool (``pool[2:6]``); elements outside the view are not touched.
 
     Source: Dao and Gu, "Transformers are SSMs", 2024 (arXiv 2405.21060), the recurrent form.
-    Targets: any layout of the inputs. On CUDA one whose last dimension is strided is copied at each call, as is an A that
-    is neither a rate per head with a step per head, nor of contiguous 16-byte aligned rows. ``state`` is never copied.
+    Targets: any layout of the inputs. On CUDA an x, B_in or C_in whose last dimension is strided is copied at each call, as is
+    an A that is neither a rate per head with a step per head, nor of contiguous 16-byte aligned rows. ``state`` is never copied.
 
     Args:
         target: a target name, ``tileops.BUILTIN`` for the in-tree kernels, or None to decide from the input device.
@@ -104,7 +104,7 @@ class SSDRecurrentFwdOp(Op):
             {"P": head_dim, "N": A.shape[2], "dtype": _checks.dtype_name(x.dtype), "tied": tied},
             {
                 "A": A if tied else rows(p, A),
-                "dt": dt if tied else p.dense(dt),
+                "dt": dt,
                 "x": p.dense(x),
                 "Bm": p.dense(B_in),
                 "Cm": p.dense(C_in),

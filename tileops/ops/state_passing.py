@@ -11,7 +11,6 @@ from torch import Tensor
 from tileops.config import Value
 from tileops.ops import _checks
 from tileops.ops._base import Op
-from tileops.ops._layout import rows
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
 class SSDStatePassingFwdOp(Op):
     """Mamba-2 state passing: the inter-chunk recurrent scan, elementwise over m < d_state.
 
-        s_c[m] = exp(min(dA_chunk_cumsum[b, h, c], 0)) * s_{c-1}[m] + states[b, c, h, m]        s_{-1} = initial_states, or 0
+        s_c[m] = exp(dA_chunk_cumsum[b, h, c]) * s_{c-1}[m] + states[b, c, h, m]        s_{-1} = initial_states, or 0
 
     ``prev_states[:, c]`` is the state before chunk c, s_{c-1}; ``final_states`` is the state after the last one.
     d_state here is any size >= 1: the full forward passes d_head * d_state flattened.
 
     Source: Dao and Gu, "Transformers are SSMs", 2024 (arXiv 2405.21060), section 6.
-    Targets: any layout. On CUDA states or initial_states whose rows are not contiguous and 16-byte aligned are copied at
-    each call, and so is a dA_chunk_cumsum of another layout than the last column of a dA_cumsum or a contiguous one.
+    Targets: any layout. On CUDA states or initial_states whose last dimension is strided are copied at each call;
+    dA_chunk_cumsum never is, so the last column of a dA_cumsum costs nothing.
 
     Args:
         target: a target name, ``tileops.BUILTIN`` for the in-tree kernels, or None to decide from the input device.
@@ -75,7 +74,7 @@ class SSDStatePassingFwdOp(Op):
         assert states is not None and dA_chunk is not None
         batch, _, heads, d_state = states.shape
         final_states = p.empty((batch, heads, d_state), torch.float32)
-        prev_states = plan_state_passing(p, p.empty, rows(p, states), dA_chunk, None if initial is None else rows(p, initial), final_states)
+        prev_states = plan_state_passing(p, p.empty, p.dense(states), dA_chunk, None if initial is None else p.dense(initial), final_states)
         return prev_states, final_states
 
 

@@ -30,7 +30,7 @@ def chunk_scan(x: Tensor, cb: Tensor, dA_cumsum: Tensor, C: Tensor, prev_states:
         c_block = chunked(C, first, last, chunk_len).transpose(2, 3)  # (batch, n, groups, chunk_len, d_state)
         history = prev_states[:, first:last].reshape(batch, n, groups, per_group * head_dim, d_state)
         carried = torch.matmul(c_block, history.transpose(-1, -2)).view(batch, n, groups, chunk_len, per_group, head_dim)
-        out = out + torch.exp(torch.clamp(dA, max=0.0)).unsqueeze(-1) * carried.transpose(3, 4)
+        out = out + torch.exp(dA).unsqueeze(-1) * carried.transpose(3, 4)
         rows = out.permute(0, 1, 4, 2, 3, 5).reshape(batch, n * chunk_len, heads, head_dim)
         stop = min(last * chunk_len, seqlen)
         y[:, first * chunk_len : stop] = rows[:, : stop - first * chunk_len]

@@ -36,7 +36,7 @@ def chunk_state(x: Tensor, Bmat: Tensor, dt: Tensor, dA_cumsum: Tensor, seq_idx:
         b_block = torch.where(rows_kept, chunked(Bmat, first, last, chunk_len), 0.0)
         xw = x_block * weight.permute(0, 2, 3, 1).unsqueeze(-1)
         # One product per group: its heads' rows side by side, (heads per group * d_head, chunk_len) @ (chunk_len, d_state).
-        left = xw.view(batch, last - first, chunk_len, groups, -1).permute(0, 1, 3, 4, 2)
+        left = xw.view(batch, last - first, chunk_len, groups, heads // groups * head_dim).permute(0, 1, 3, 4, 2)
         right = b_block.permute(0, 1, 3, 2, 4)
         states[:, first:last] = torch.matmul(left, right).view(batch, last - first, heads, head_dim, d_state)
     return states

@@ -14,7 +14,7 @@ def state_passing(states: Tensor, dA_chunk_cumsum: Tensor, initial_states: Tenso
         state = torch.zeros((batch, heads, d_state), dtype=torch.float32, device=states.device)
     else:
         state = initial_states.clone(memory_format=torch.contiguous_format)  # final_states must not be the caller's tensor
-    decays = torch.exp(torch.clamp(dA_chunk_cumsum, max=0.0))
+    decays = torch.exp(dA_chunk_cumsum)
     for c in range(chunks):
         prev_states[:, c] = state
         state = decays[:, :, c, None] * state + states[:, c]

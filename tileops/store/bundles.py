@@ -76,6 +76,7 @@ def export_bundle(
             info.size, info.mode = len(data), 0o644
             tar.addfile(info, io.BytesIO(data))
     files.replace(path, buffer.getvalue())
+    files.sweep(os.path.dirname(os.path.abspath(path)), os.path.basename(path))
     return Exported(os.path.abspath(os.fspath(path)), len(ordered), len(buffer.getvalue()))
 
 

@@ -28,6 +28,9 @@ LAYOUT = "v1"
 RECORD = "record.json"
 CUBIN = "kernel.cubin"
 
+#: Purposes of hidden folders: being written, shadowed by a good entry, pruned.
+HIDDEN = ("staging", "bad", "gone")
+
 
 class Location(NamedTuple):
     """Where the user cache is, or why there is none."""
@@ -177,7 +180,7 @@ class CacheRoot(Root):
         except FileNotFoundError as error:
             if error.filename == name:
                 raise Miss("key not present") from None
-            raise Miss(f"{error.filename} is missing", bad=True) from None
+            raise Miss(f"{error.filename} is missing", bad=True, kind="missing") from None
         except OSError as error:
             raise Miss(f"cannot be read: {describe(error)}", bad=error.errno not in files.TRANSIENT) from None
 
@@ -190,7 +193,7 @@ class CacheRoot(Root):
                 record = decode_record(files.read_at(RECORD, entry, RECORD_LIMIT, self.private), RECORD)
                 cubin = files.read_at(CUBIN, entry, private=self.private)
         except CorruptArtifactError as error:
-            raise Miss(f"record: {error.data['reason']}", bad=True) from None
+            raise Miss(f"record: {error.data['reason']}", bad=True, kind=fault_kind(error)) from None
         except Unusable as error:
             raise Miss(str(error), bad=True) from None
         if not name.startswith(".") and name != entry_name(record):
@@ -208,7 +211,7 @@ class CacheRoot(Root):
             with files.folder(name, dir_fd=fd) as entry:
                 record = decode_record(files.read_at(RECORD, entry, RECORD_LIMIT, self.private), RECORD)
         except CorruptArtifactError as error:
-            raise Miss(f"record: {error.data['reason']}", bad=True) from error
+            raise Miss(f"record: {error.data['reason']}", bad=True) from None
         except (OSError, Unusable) as error:
             raise Miss(describe(error), bad=True) from None
         if name != entry_name(record):
@@ -259,15 +262,7 @@ class CacheRoot(Root):
         except Miss as miss:
             if not miss.bad:
                 return  # pruned meanwhile
-            kind = "corrupt"
-            try:
-                self._record(fd, name)
-                if "missing" in str(miss):
-                    kind = "missing"
-            except Miss as inner:
-                if isinstance(inner.__cause__, CorruptArtifactError):
-                    kind = fault_kind(inner.__cause__)
-            yield Fault(self.name, kind, name[:64], path, str(miss))
+            yield Fault(self.name, miss.kind, name[:64], path, str(miss))
             return
         deep = deep_fault(artifact)
         if deep is not None:

@@ -85,7 +85,7 @@ def _scan() -> Iterator[Root]:
         name = _distribution(point)
         try:
             folder = _module_folder(point.value.partition(":")[0].strip())
-        except Exception as error:  # finding a module imports its parents, which may raise anything
+        except (Exception, SystemExit) as error:  # finding a module imports its parents, which may raise anything
             reason = str(error) if isinstance(error, _Broken) else f"{type(error).__name__}: {error}"
             notes.warn_once((ENTRY_POINTS, name), f"The artifacts of the installed package {name} are ignored: {reason}.")
             continue

@@ -124,6 +124,19 @@ def replace(path: str | os.PathLike[str], data: bytes, mode: int = 0o644) -> Non
         flush_folder(fd)
 
 
+def make_shared(path: str) -> None:
+    """Creates a folder that other users can read, whatever the umask says; leaves existing ones as they are."""
+    if os.path.isdir(path):
+        return
+    make_shared(os.path.dirname(path))
+    try:
+        os.mkdir(path, 0o755)
+        os.chmod(path, 0o755)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+
+
 def remove(path: str) -> None:
     """Removes a file or folder as far as it can; what is left is swept another day."""
     if os.path.isdir(path) and not os.path.islink(path):
@@ -159,14 +172,17 @@ def is_orphan(name: str, modified: float) -> bool:
     return False
 
 
-def sweep(path: str) -> int:
-    """Removes what dead processes left under private names in a folder. Returns how many."""
+def sweep(path: str, *purposes: str) -> int:
+    """Removes what dead processes left in a folder under private names made for these purposes. Returns how many."""
+    mine = tuple(f".{purpose}-" for purpose in purposes)
     swept = 0
     try:
         found = list(os.scandir(path))
     except OSError:
         return 0
     for entry in found:
+        if not entry.name.startswith(mine):
+            continue
         try:
             orphan = is_orphan(entry.name, entry.stat(follow_symlinks=False).st_mtime)
         except OSError:

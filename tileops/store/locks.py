@@ -19,7 +19,7 @@ from tileops.store.cache import LAYOUT, CacheRoot, describe, location
 FOLDER = ".locks"
 
 #: A kernel compiles in seconds; sixteen that queue for one slot on a busy machine still fit.
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = 60.0
 
 
 @contextmanager

@@ -89,11 +89,15 @@ def _name(toolchain: Toolchain) -> str | None:
 
 
 def find_or_build(
-    config: KernelConfig, build: Callable[[KernelConfig], Artifact], policy: str | None = None, toolchain: Toolchain = None
+    config: KernelConfig,
+    build: Callable[[KernelConfig], Artifact],
+    policy: str | None = None,
+    toolchain: Toolchain = None,
+    wait: float = locks.WAIT_SECONDS,
 ) -> Lookup:
     """``find``; on a miss under policy ``auto``, compiles with ``build``, publishes, and answers with the bytes in memory.
 
-    Processes that miss at once wait for the one that compiles (bounded, see locks.py) and then find its entry.
+    Processes that miss at once wait for the one that compiles, ``wait`` seconds at most, and then find its entry.
 
     Raises:
         MissingKernelError: a miss, and the policy forbids compiling.
@@ -104,7 +108,7 @@ def find_or_build(
         return lookup
     if lookup.policy != "auto":
         raise missing_error(lookup)
-    with locks.compile_lock(config.key):
+    with locks.compile_lock(config.key, wait):
         # Looked up again: whoever held the lock may have published what we are about to compile.
         again = find(config, policy, toolchain)
         if again.artifact is not None:

@@ -78,24 +78,25 @@ class PackagedRoot(Root):
         if problem is not None:
             raise Miss(f"refused: {problem}")
         try:
-            return self._get(config)
+            return self.look(config)
         except Miss as miss:
             if not miss.bad:
                 raise
         # A build may have replaced cubin and manifest between our two reads; the second look sees one or the other.
         try:
-            return self._get(config)
+            return self.look(config)
         except Miss as miss:
             if miss.bad:
                 self._warn(config.arch, config.key, str(miss))
             raise
 
-    def _get(self, config: KernelConfig) -> Artifact:
+    def look(self, config: KernelConfig) -> Artifact:
+        """As ``get``, once and without a warning."""
         folder = os.path.join(self.path, config.arch)
-        data = self._manifest(config.arch).get(config.key)
-        if data is None:
+        manifest = self._manifest(config.arch)
+        if config.key not in manifest:
             raise Miss("key not present")
-        record = self._record(data, config.key, folder)
+        record = self._record(manifest[config.key], config.key, folder)
         if not same_config(record, config):
             raise Miss("record is of another config", bad=True)
         return self._cubin(folder, record)
@@ -140,7 +141,7 @@ class PackagedRoot(Root):
         try:
             cubin = files.read(path)
         except FileNotFoundError:
-            raise Miss("the manifest names a cubin that is not there", bad=True) from None
+            raise Miss("the manifest names a cubin that is not there", bad=True, kind="missing") from None
         except (OSError, files.Unusable) as error:
             raise Miss(f"cubin cannot be read: {error}", bad=True) from None
         return check_artifact(record, cubin)
@@ -211,7 +212,7 @@ class PackagedRoot(Root):
         try:
             artifact = self._cubin(folder, record)
         except Miss as miss:
-            yield Fault(self.name, "corrupt" if os.path.lexists(path) else "missing", key, path, str(miss))
+            yield Fault(self.name, miss.kind, key, path, str(miss))
             return
         deep = deep_fault(artifact)
         if deep is not None:

@@ -7,7 +7,7 @@ import time
 from typing import NamedTuple
 
 from tileops.store import files
-from tileops.store.cache import CUBIN, LAYOUT, CacheRoot, describe, location
+from tileops.store.cache import CUBIN, HIDDEN, LAYOUT, CacheRoot, describe, location
 from tileops.store.files import Unusable
 
 
@@ -37,7 +37,7 @@ def prune(max_bytes: int | None = None, older_than_seconds: float | None = None)
     try:
         with root.opened() as fd:
             path = os.path.join(where.path, LAYOUT)
-            swept = files.sweep(path)
+            swept = files.sweep(path, *HIDDEN)
             removed, kept = _choose(_entries(root, fd), max_bytes, older_than_seconds)
             gone = [(size, name) for size, name in removed if _remove(fd, path, name)]
             return Pruned(len(gone), sum(size for size, _ in gone), len(kept), sum(size for size, _ in kept), swept)

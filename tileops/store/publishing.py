@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tileops.config import Artifact
 from tileops.store import files, memory, notes
-from tileops.store.cache import CUBIN, LAYOUT, RECORD, CacheRoot, describe, entry_name, location
+from tileops.store.cache import CUBIN, HIDDEN, LAYOUT, RECORD, CacheRoot, describe, entry_name, location
 from tileops.store.files import Unusable
 from tileops.store.roots import Miss, same_config
 
@@ -43,7 +43,7 @@ def publish(artifact: Artifact) -> Published:
     root = CacheRoot("cache", f"cache {where.path}", where.path)
     try:
         with root.opened(create=True) as fd:
-            files.sweep(os.path.join(where.path, LAYOUT))
+            files.sweep(os.path.join(where.path, LAYOUT), *HIDDEN)
             reason = _publish(root, fd, artifact)
     except (OSError, Unusable) as error:
         return _kept(artifact, describe(error), where.path)
@@ -68,6 +68,7 @@ def _publish(root: CacheRoot, fd: int, artifact: Artifact) -> str:
         return "already there"
     # In the cache itself: a rename from a temporary folder elsewhere fails with EXDEV, or is a copy that can be seen half done.
     staging = files.private_name("staging")
+    leftovers = [staging]
     os.mkdir(staging, 0o700, dir_fd=fd)
     try:
         with files.folder(staging, dir_fd=fd) as entry:
@@ -79,15 +80,16 @@ def _publish(root: CacheRoot, fd: int, artifact: Artifact) -> str:
             root.read_entry(fd, staging)
         except Miss as miss:
             raise Unusable(f"what was written does not read back: {miss}") from None
-        reason = _rename(root, fd, staging, name, artifact)
+        reason = _rename(root, fd, staging, name, artifact, leftovers)
         files.flush_folder(fd)
         return reason
     finally:
-        # Gone where the rename moved it; the old, bad entry where it was exchanged; the whole staging folder after a fault.
-        files.remove(os.path.join(root.path, LAYOUT, staging))
+        # The staging folder is gone where the rename moved it, the old bad entry where it was exchanged, all of it after a fault.
+        for leftover in leftovers:
+            files.remove(os.path.join(root.path, LAYOUT, leftover))
 
 
-def _rename(root: CacheRoot, fd: int, staging: str, name: str, artifact: Artifact) -> str:
+def _rename(root: CacheRoot, fd: int, staging: str, name: str, artifact: Artifact, shadows: list[str]) -> str:
     for _ in range(8):
         try:
             # Onto an existing entry this fails (it is not empty), so a good entry is never overwritten.
@@ -101,10 +103,12 @@ def _rename(root: CacheRoot, fd: int, staging: str, name: str, artifact: Artifac
         if files.exchange(staging, name, fd):
             return "replaced a bad entry"
         # No exchange here (NFS, say): shadow the bad entry under a hidden name instead of unlinking it under its readers.
+        shadow = files.private_name("bad")
         try:
-            os.rename(name, files.private_name("bad"), src_dir_fd=fd, dst_dir_fd=fd)
+            os.rename(name, shadow, src_dir_fd=fd, dst_dir_fd=fd)
         except FileNotFoundError:
-            pass
+            continue
+        shadows.append(shadow)
     raise Unusable("the entry is being replaced by other processes")
 
 

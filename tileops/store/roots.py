@@ -23,11 +23,15 @@ ARCH_NAME = re.compile(r"sm_\d+[a-z]?\Z")
 
 
 class Miss(Exception):
-    """A root does not serve a config; the text is the reason. ``bad``: something is there, and it must not be trusted."""
+    """A root does not serve a config; the text is the reason. ``bad``: something is there, and it must not be trusted.
 
-    def __init__(self, reason: str, bad: bool = False) -> None:
+    ``kind`` of a bad one is a Fault's.
+    """
+
+    def __init__(self, reason: str, bad: bool = False, kind: str = "corrupt") -> None:
         super().__init__(reason)
         self.bad = bad
+        self.kind = kind
 
 
 class Fault(NamedTuple):

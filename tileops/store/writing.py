@@ -48,7 +48,7 @@ class PackagedWriter:
         record = artifact.check().record
         make_record(json.loads(record.to_json()), record.key)
         staging = self._staging(record.arch)
-        os.makedirs(staging, exist_ok=True)
+        files.make_shared(staging)
         # The record last: a cubin without one is not there, so a build killed in between makes it again.
         files.replace(os.path.join(staging, f"{record.key}.cubin"), artifact.cubin)
         files.replace(os.path.join(staging, f"{record.key}.json"), record.to_json().encode())
@@ -78,6 +78,7 @@ class PackagedWriter:
         """Writes ``<root>/digests.json`` and returns its path."""
         path = os.path.join(self.root, DIGESTS)
         files.replace(path, (json.dumps(self.digests(), indent=1, sort_keys=True) + "\n").encode())
+        files.sweep(self.root, DIGESTS)
         return path
 
     def _merge(self, arch: str, wanted: set[str] | None) -> dict[str, Record]:
@@ -99,7 +100,7 @@ class PackagedWriter:
         manifest = {"schema": SCHEMA, "arch": arch, "records": {key: records[key].to_dict() for key in sorted(records)}}
         files.replace(os.path.join(folder, MANIFEST), (canonical_json(manifest) + "\n").encode())
         files.remove(staging)
-        files.sweep(folder)
+        files.sweep(folder, MANIFEST)
         for key in _names(folder, ".cubin"):
             if key not in records:
                 files.remove(os.path.join(folder, f"{key}.cubin"))
@@ -138,7 +139,7 @@ class PackagedWriter:
     def _find(self, config: KernelConfig, toolchain: str | None) -> Artifact | None:
         staged = self._staged(config.arch, config.key)
         candidates: list[Callable[[], Artifact]] = [] if staged is None else [lambda: staged]
-        candidates.append(lambda: PackagedRoot("packaged", self.root, self.root).get(config))
+        candidates.append(lambda: PackagedRoot("packaged", self.root, self.root).look(config))
         for candidate in candidates:
             try:
                 artifact = candidate()

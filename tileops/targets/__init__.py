@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, Optional, Protocol
+from typing import Any, Protocol
 
 from tileops.errors import TargetError
 
@@ -45,7 +45,7 @@ BUILTIN = "builtin"
 REFERENCE = "reference"
 
 #: What the ops' ``target`` argument takes: a target name, BUILTIN, or None to decide from the input device.
-Target = Optional[str]
+Target = str | None
 
 ENTRY_POINT_GROUP = "tileops.targets"
 
@@ -178,7 +178,7 @@ def _discover() -> dict[str, Any]:
             found: dict[str, Any] = {}
             for point in entry_points(group=ENTRY_POINT_GROUP):
                 if point.name in (BUILTIN, REFERENCE):
-                    warnings.warn(f"tileops: entry point {point.name!r} = {point.value!r} ignored: the name is an in-tree target's.", stacklevel=2)
+                    warnings.warn(f"tileops: target {point.name!r} ({point.value}) ignored: the name is an in-tree target's.", stacklevel=2)
                 else:
                     found.setdefault(point.name, point)
             _entry_points = found

@@ -1,0 +1,64 @@
+"""`make demo` on a machine without a GPU: builds, verifies, computes, compares; and says no when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tileops import compiler
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.skipif(compiler.toolchain.find()[0] is None, reason="needs the extra `jit`"),
+    pytest.mark.xdist_group("build_kernels"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    copy = tmp_path_factory.mktemp("demo") / "checkout"
+    for name in ("tileops", "build_kernels", "examples"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "artifacts").mkdir()
+    shutil.copy(ROOT / "artifacts" / "__init__.py", copy / "artifacts")
+    shutil.copy(ROOT / "README.md", copy)
+    return copy
+
+
+def demo(checkout: Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "examples/mamba2_block.py", "--device", "cpu"]
+    env = {**os.environ, "PYTHONPATH": str(checkout)}
+    return subprocess.run(line, cwd=checkout, env=env, capture_output=True, text=True, timeout=500)
+
+
+def test_demo_builds_verifies_and_agrees(checkout):
+    done = demo(checkout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("packaged ") == 6 and done.stdout.count(", verified") == 6
+    assert done.stdout.count("  ok") == 4 and "All is well." in done.stdout
+    assert len(list((checkout / "artifacts" / "sm_90a").glob("*.cubin"))) == 6
+
+
+def test_demo_says_no_to_wrong_numbers_and_damaged_kernels(checkout):
+    step = checkout / "tileops" / "reference" / "recurrent.py"
+    text = step.read_text()
+    assert "state.copy_(new)" in text
+    step.write_text(text.replace("state.copy_(new)", "state.copy_(new * 1.01)"))
+    done = demo(checkout)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "TOO LARGE" in done.stdout and "Something is wrong" in done.stdout
+    step.write_text(text)
+    # Damage that a rebuild would mend at once, so the compiler is taken away.
+    cubin = next((checkout / "artifacts" / "sm_90a").glob("*.cubin"))
+    cubin.write_bytes(cubin.read_bytes()[:-1])
+    finder = checkout / "tileops" / "compiler" / "toolchain.py"
+    finder.write_text(finder.read_text() + "\n\ndef find():\n    return None, 'no compiler'\n")
+    done = demo(checkout)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "MISSING" in done.stdout and "nothing can be compiled here" in done.stdout
