@@ -60,7 +60,9 @@ def chunked(t: Tensor, length: int) -> Tensor:
     return padded.view(batch, chunks, length, *t.shape[2:])
 
 
-def measure(batch: int, seqlen: int, heads: int, head_dim: int, d_state: int, groups: int, Q: int, initial: bool, dtype: torch.dtype) -> dict[str, float]:
+def measure(
+    batch: int, seqlen: int, heads: int, head_dim: int, d_state: int, groups: int, Q: int, initial: bool, dtype: torch.dtype
+) -> dict[str, float]:
     generator = torch.Generator("cuda").manual_seed(seqlen + heads)
 
     def randn(*shape: int) -> Tensor:
@@ -109,7 +111,10 @@ def measure(batch: int, seqlen: int, heads: int, head_dim: int, d_state: int, gr
         before.append(running)
         running = torch.exp(dA64[:, :, c, -1])[..., None] * running + flat[:, c].double()
     # The first chunk starts from zeros without initial states: compared, but it adds nothing to either norm.
-    out["passing prev"], out["passing final"] = error(prev, torch.stack(before, 1)) if len(before) > 1 or initial else 0.0, error(final, running)
+    out["passing prev"], out["passing final"] = (
+        error(prev, torch.stack(before, 1)) if len(before) > 1 or initial else 0.0,
+        error(final, running),
+    )
 
     poison()
     prev = prev.view(states.shape)
@@ -147,11 +152,17 @@ def main() -> int:
     print("| norm(out - ref) / norm(ref) | " + " | ".join(rows) + " |\n|---|" + "---|" * len(rows))
     for op in ops:
         print(f"| {op} | " + " | ".join(f"{row[op]:.2e}" for row in rows.values()) + " |")
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, TileLang imported: {'tilelang' in sys.modules}")
+    print(
+        f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, TileLang imported: {'tilelang' in sys.modules}"
+    )
     print("kernels:", {k: n for k, n in tileops.stats().items() if n})
     if arguments.json:
         with open(arguments.json, "w") as file:
-            json.dump({"date": time.strftime("%Y-%m-%d"), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "errors": rows}, file, indent=1)
+            json.dump(
+                {"date": time.strftime("%Y-%m-%d"), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "errors": rows},
+                file,
+                indent=1,
+            )
     return 0
 
 

@@ -5,4 +5,5 @@
 - ``matrix.toml``  which kernels, as data;  ``matrix.py``  reads and checks it, and narrows it down
 - ``pool.py``      worker processes, each with a TileLang of its own
 - ``building.py``  what is built, checked and published;  ``__main__.py``  the command
+- ``size.py``      the size of a wheel against its budget
 """

@@ -134,9 +134,8 @@ def recurrence(block: Mamba2Block, inputs: SSDInputs) -> Tensor:
     state = torch.zeros(x.shape[0], HEADS, HEAD_DIM, D_STATE, dtype=torch.float64, device=x.device)
     y = torch.empty_like(x)
     for t in range(x.shape[1]):
-        update = (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, None, None, :]
-        state = state * decay[:, t, :, None, None] + update
-        y[:, t] = torch.einsum("bhpn,bn->bhp", state, C[:, t])
+        state.mul_(decay[:, t, :, None, None]).addcmul_((dt[:, t, :, None] * x[:, t])[..., None], B[:, t, None, None, :])
+        y[:, t] = state.matmul(C[:, t, None, :, None]).squeeze(-1)
     return y
 
 

@@ -32,7 +32,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         for name, value in report.user_properties:
             if name == "fault":
                 fault, outcome = value
-                _config[0].stash[_ROWS][(report.nodeid, fault)] = (fault, outcome)
+                # One row for the cases of one test that end alike.
+                _config[0].stash[_ROWS][(report.nodeid.partition("[")[0], fault)] = (fault, outcome)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -176,7 +176,7 @@ _WRITES = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdi
 def kill_at_every_call(folder: Path, prepare: Any, action: Any, check: Any) -> dict[str, int]:
     """Runs ``action`` again and again in children that SIGKILL themselves before, in or after their n-th call of the file system.
 
-    After each kill ``check`` looks at what is left. Returns how often each kind of call was the last one. Run this in a process without threads.
+    After each kill ``check`` looks at what is left. Returns how often each kind of call was the last one. For a process without threads.
     """
     import shutil
     import signal

@@ -20,24 +20,23 @@ import pytest
 
 pytest.importorskip("tilelang", reason="TileLang is not installed; tile programs cannot be lowered")
 
-from tilelang import tvm  # noqa: E402  (after the skip above)
-from tilelang.engine.lower import lower  # noqa: E402
+from tilelang import tvm
+from tilelang.engine.lower import lower
 
-from tileops import expr  # noqa: E402
-from tileops.compiler.lower import _param  # noqa: E402
-from tileops.kernels import _common  # noqa: E402
+from tileops import expr
+from tileops.compiler.lower import _param
+from tileops.kernels import _common
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 _SCALARS = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 
 
-@functools.lru_cache(maxsize=None)
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="tileops-tile-"))
+#: Removed when the interpreter ends.
+_folder = tempfile.TemporaryDirectory(prefix="tileops-tile-", ignore_cleanup_errors=True)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _build(kernel: str, fields: tuple[tuple[str, Any], ...]) -> tuple[Any, list[Any]]:
     if COMPILER is None:
         pytest.skip("no C++ compiler (g++ or clang++) on PATH; tile programs cannot be executed on the CPU")
@@ -51,7 +50,7 @@ def _build(kernel: str, fields: tuple[tuple[str, Any], ...]) -> tuple[Any, list[
         lowered = lower(program, target=target)
     ((_, function),) = lowered.device_mod.functions.items()
     symbol = str(function.attrs["global_symbol"])
-    source = Path(tempfile.mkdtemp(dir=_folder())) / "kernel.cpp"
+    source = Path(tempfile.mkdtemp(dir=_folder.name)) / "kernel.cpp"
     source.write_text("#include <cmath>\nusing std::max;\nusing std::min;\n" + lowered.kernel_source)
     library = source.with_suffix(".so")
     include = Path(tvm.__file__).parents[4] / "src"

@@ -26,7 +26,6 @@ MAX_SMEM = {
 }
 
 
-
 def archs_for(major: int, minor: int) -> tuple[str, ...]:
     """Archs whose cubins run on compute capability major.minor, best first; empty where none does.
 

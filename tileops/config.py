@@ -12,14 +12,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 from tileops.errors import CorruptArtifactError
 
 #: Raise when the meaning of a config or a record changes: every older artifact becomes a miss.
 SCHEMA = 1
 
-Value = Union[str, int, bool]
+Value: TypeAlias = "str | int | bool"
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -32,7 +32,7 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def source_digest(kernel: str) -> str:
     """sha256 (hex) of the text that defines ``kernel``: its file and SHARED_SOURCES, with \\n line ends."""
     digest = hashlib.sha256()

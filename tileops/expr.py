@@ -49,7 +49,13 @@ def _compile(node: ast.expr, text: str) -> Callable[[Mapping[str, int]], int]:
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         operate, left, right = _OPERATORS[type(node.op)], _compile(node.left, text), _compile(node.right, text)
         return lambda sizes: operate(left(sizes), right(sizes))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and len(node.args) == 2 and not node.keywords:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in _FUNCTIONS
+        and len(node.args) == 2
+        and not node.keywords
+    ):
         function, (first, second) = _FUNCTIONS[node.func.id], (_compile(a, text) for a in node.args)
         return lambda sizes: function(first(sizes), second(sizes))
     raise CorruptArtifactError(f"expression {text!r} is outside the record's grammar.", path="record", reason="grammar")

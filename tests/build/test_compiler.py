@@ -41,7 +41,14 @@ def test_bytes_do_not_depend_on_process_folder_or_environment(artifact, tmp_path
         "print(hashlib.sha256(compiler.build(catalog.config('state_passing', 'sm_90a', has_initial_states=True)).cubin).hexdigest())"
     )
     root = str(Path(__file__).parents[2])
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": root, "HOME": str(tmp_path), "TMPDIR": str(tmp_path), "PYTHONHASHSEED": "7", "LC_ALL": "C"}
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": root,
+        "HOME": str(tmp_path),
+        "TMPDIR": str(tmp_path),
+        "PYTHONHASHSEED": "7",
+        "LC_ALL": "C",
+    }
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split()[-1] == artifact.record.cubin_sha256

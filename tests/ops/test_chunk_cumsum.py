@@ -104,7 +104,8 @@ def test_strided_dt_gives_the_same_bits():
         ({"chunk_len": 0}, ValueError, "chunk_len: expected a positive int, got 0"),
         ({"chunk_len": 64.0}, TypeError, "chunk_len: expected a positive int, got float"),
         ({"chunk_len": True}, TypeError, "chunk_len: expected a positive int, got bool"),
-        ({"chunk_len": 64, "out_dtype": torch.int32}, ValueError, "out_dtype: expected float32 or float16 or bfloat16, got int32"),  # report 73
+        # report 73
+        ({"chunk_len": 64, "out_dtype": torch.int32}, ValueError, "out_dtype: expected float32 or float16 or bfloat16, got int32"),
         ({"chunk_len": 64, "out_dtype": torch.float64}, ValueError, "out_dtype: .*got float64"),
         ({"chunk_len": 64, "out_dtype": "float32"}, TypeError, "out_dtype: expected a torch.dtype, got str"),
         ({"chunk_len": 64, "dt_min": 0.2, "dt_max": 0.1}, ValueError, "dt_min: expected at most dt_max = 0.1, got 0.2"),

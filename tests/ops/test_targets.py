@@ -32,18 +32,18 @@ def test_cpu_tensors_run_the_reference():
     assert all(torch.equal(a, b) for a, b in zip(default, explicit))
 
 
-@pytest.mark.parametrize("make", [lambda n: mamba.SSDChunkCumsumFwdOp(4, target=n), tileops.set_default_target], ids=["argument", "default"])
+@pytest.mark.parametrize("make", [lambda n: mamba.SSDStatePassingFwdOp(target=n), tileops.set_default_target], ids=["argument", "default"])
 def test_unknown_names_are_refused_at_once_with_those_registered(make):
     with pytest.raises(TargetError, match=r"^target 'cudnn' is not registered; registered: builtin, reference\.$") as caught:
         make("cudnn")
     assert caught.value.registered == ("builtin", "reference")
-    with pytest.raises(TypeError, match="^target: expected a target name, BUILTIN or None, got int"):
+    with pytest.raises(TypeError, match=r"^target: expected a target name, BUILTIN or None, got int"):
         make(3)
 
 
 def test_the_in_tree_kernels_refuse_cpu_tensors_with_the_way_out():
     op = mamba.SSDChunkCumsumFwdOp(4, target=tileops.BUILTIN)
-    with pytest.raises(TargetError, match=r"^SSDChunkCumsumFwdOp: target 'builtin' runs CUDA tensors only, .*target='reference', or target=None"):
+    with pytest.raises(TargetError, match=r"^SSDChunkCumsumFwdOp: target 'builtin' runs CUDA tensors only, .*target='reference', or"):
         op(*tensors())
 
 
@@ -61,12 +61,14 @@ def test_the_process_default_comes_after_the_argument_and_can_be_taken_back():
 def test_every_op_has_a_reference():
     for name in mamba.__all__:
         assert callable(targets.implementation("reference", name))
-    with pytest.raises(TargetError, match="^target 'reference' does not serve SoftmaxOp"):
+    with pytest.raises(TargetError, match=r"^target 'reference' does not serve SoftmaxOp"):
         targets.implementation("reference", "SoftmaxOp")
 
 
 def test_names_of_the_package_load_when_used():
-    assert set(dir(tileops)) >= {"BUILTIN", "errors", "freeze", "mamba", "policy", "preload", "registered_targets", "set_default_target", "stats"}
+    for name in tileops.__all__:
+        assert name in dir(tileops)
+        assert getattr(tileops, name) is not None
     assert tileops.BUILTIN == targets.BUILTIN
     assert tileops.errors.TargetError is TargetError
     for name in ("freeze", "policy", "preload", "stats"):
@@ -93,8 +95,9 @@ def site(tmp_path: Path) -> Path:
     info = tmp_path / "thirdparty-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: thirdparty\nVersion: 1.0\n")
-    points = ["doubling = thirdparty:good", "other = thirdparty:good", "unnamed = thirdparty:unnamed", "absent = no_such_module:x", "reference = thirdparty:good"]
-    (info / "entry_points.txt").write_text("\n".join(["[tileops.targets]", *points, ""]))
+    objects = {"doubling": "thirdparty:good", "other": "thirdparty:good", "unnamed": "thirdparty:unnamed", "absent": "no_such_module:x"}
+    points = [f"{name} = {value}\n" for name, value in {**objects, "reference": "thirdparty:good"}.items()]
+    (info / "entry_points.txt").write_text("".join(["[tileops.targets]\n", *points]))
     return tmp_path
 
 
@@ -102,7 +105,8 @@ def run(site: Path, body: str) -> str:
     """Runs ``body`` in a fresh interpreter that sees the distribution; its stdout."""
     source = "import warnings, torch, tileops, tileops.mamba as m\n" + textwrap.dedent(body)
     path = os.pathsep.join([str(site), str(Path(tileops.__file__).parents[1])])
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers_packaging import build
 
+from build_kernels import matrix, size
 from tileops import catalog
 
 ROOT = Path(__file__).parents[2]
@@ -99,3 +102,13 @@ def test_the_sdist_makes_the_same_wheel(sdist, wheel, tmp_path):
             return {name: archive.read(name) for name in archive.namelist()}
 
     assert content(again) == content(wheel)
+
+
+def test_size_is_judged_by_what_the_whole_matrix_would_weigh(wheel):
+    held, wanted, whole = size.estimate(wheel)
+    assert held == 2 and wanted == len(matrix.load())
+    # The two cubins are 3000 random bytes each, which do not compress; every record adds its share of the manifest.
+    assert 3000 * wanted < whole - wheel.stat().st_size + 2 * 4000 < 4500 * wanted
+    line = [sys.executable, "-m", "build_kernels.size", str(wheel)]
+    for budget, status in ((whole, 0), (whole - 1, 1)):
+        assert subprocess.run([*line, "--budget", str(budget)], cwd=ROOT, capture_output=True, timeout=60).returncode == status

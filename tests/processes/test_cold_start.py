@@ -67,7 +67,10 @@ def test_sixteen_processes_one_compile(tmp_path, fault):
     assert compiles(tmp_path) == 1
     assert only_the_entry(tmp_path)
     assert len(os.listdir(tmp_path / "cache" / "v1" / ".locks")) <= 1
-    fault(f"{PROCESSES} processes start cold on one key", f"1 compile, {PROCESSES} right answers, 0 errors, 0 warnings, 1 entry, nothing left over")
+    fault(
+        f"{PROCESSES} processes start cold on one key",
+        f"1 compile, {PROCESSES} right answers, 0 errors, 0 warnings, 1 entry, nothing left over",
+    )
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.get)
@@ -77,7 +80,10 @@ def test_where_the_file_system_has_no_locks(tmp_path, fault, code):
     assert [w for a in answers for w in a["warnings"]] == []
     assert 1 <= compiles(tmp_path) <= 4
     assert only_the_entry(tmp_path)
-    fault(f"flock refused by the kernel ({errno.errorcode[code]})", "processes compile for themselves, the first to publish wins, all are right")
+    fault(
+        f"flock refused by the kernel ({errno.errorcode[code]})",
+        "processes compile for themselves, the first to publish wins, all are right",
+    )
 
 
 HOLDS = """
@@ -190,7 +196,10 @@ def test_what_lies_where_a_lock_should_is_not_opened(tmp_path, kind):
         path.mkdir()
     else:
         path.symlink_to(tmp_path / "victim")
-    seen = h.run("f = store.find_or_build(config(), artifact); report(kind=f.kind, again=store.find(config()).kind)", env=h.environment(tmp_path / "cache"))
+    seen = h.run(
+        "f = store.find_or_build(config(), artifact); report(kind=f.kind, again=store.find(config()).kind)",
+        env=h.environment(tmp_path / "cache"),
+    )
     assert (seen["kind"], seen["again"]) == ("jit", "cache")
     assert not [w for w in seen["warnings"] if "Waited" in w], "waited for something that is no lock"
     assert not (tmp_path / "victim").exists()

@@ -54,7 +54,10 @@ def test_full_disk(disk, fault):
     (place / "ballast").unlink()
     assert wants(place / "cache")["kinds"] == ["jit", "cache", "cache"]
     assert wants(place / "cache")["kinds"] == ["cache"] * 3
-    fault("disk full (ENOSPC on a real tmpfs)", "the kernel is used from memory, one warning says why, no partial entry stays; a hit again once there is room")
+    fault(
+        "disk full (ENOSPC on a real tmpfs)",
+        "the kernel is used from memory, one warning says why, no partial entry stays; a hit again once there is room",
+    )
 
 
 def test_no_inodes_left(disk, fault):
@@ -78,7 +81,9 @@ def test_a_site_root_on_a_read_only_mount(disk):
     place = disk("1m")
     publish(place / "shared")
     subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
-    seen = h.run("report(kind=store.find(config()).kind)", env={**h.environment(place / "cache"), "TILEOPS_ARTIFACT_PATH": str(place / "shared")})
+    seen = h.run(
+        "report(kind=store.find(config()).kind)", env={**h.environment(place / "cache"), "TILEOPS_ARTIFACT_PATH": str(place / "shared")}
+    )
     assert seen == {"kind": "site", "warnings": []}
 
 
@@ -106,13 +111,10 @@ report(lost=lost, kind=found.kind, again=store.find(config()).kind)
     [
         ("fsync", errno.EIO),
         ("fsync", errno.ENOSPC),
-        ("fsync", errno.EDQUOT),
         ("mkdirat", errno.EDQUOT),
-        ("mkdirat", errno.EACCES),
         ("mkdirat", errno.EROFS),
         ("renameat", errno.EXDEV),
         ("renameat", errno.EIO),
-        ("renameat", errno.EBUSY),
         ("renameat", errno.ESTALE),
     ],
     ids=lambda value: errno.errorcode.get(value, str(value)) if isinstance(value, int) else value,
@@ -150,35 +152,38 @@ report(kinds=[f.kind for f in lookups], reasons=[s[2] for s in lookups[0].trace]
     assert (seen["kinds"], seen["kind"], seen["again"]) == ([None, None], "jit", "memory")
     assert any(errno.errorcode[code] in reason for reason in seen["reasons"])
     assert h.run(WANTS, str(tmp_path), env=h.environment(tmp_path / "cache"))["kinds"] == ["cache"] * 3, "the good entry was lost"
-    fault(f"open fails with {errno.errorcode[code]}, for good", "a miss with that reason, the kernel from memory; the entry on disk stays good")
+    fault(
+        f"open fails with {errno.errorcode[code]}, for good",
+        "a miss with that reason, the kernel from memory; the entry on disk stays good",
+    )
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EBUSY, errno.ENOENT], ids=errno.errorcode.get)
-@pytest.mark.parametrize("what", ["entry", "record.json", "kernel.cubin", "read"])
-def test_a_stale_handle_is_looked_at_again(tmp_path, fault, code, what):
+def test_a_stale_handle_is_looked_at_again(tmp_path, fault, code):
     # The one fault that is played here: an error that a network file system gives once. Every other call is real.
     publish(tmp_path / "cache")
     scenario = f"""
-what, left = {what!r}, [1]
+left, seen = [], []
 real_open, real_read = os.open, os.read
-def once():
-    if left[0]:
-        left[0] = 0
-        raise OSError({code}, os.strerror({code}), what)
+def once(name):
+    if left and str(name).startswith(left[0]):
+        left.clear()
+        raise OSError({code}, os.strerror({code}), name)
 def opening(path, *arguments, **keywords):
-    if str(path).startswith(config().key if what == "entry" else what):
-        once()
+    once(path)
     return real_open(path, *arguments, **keywords)
 def reading(*arguments):
-    if what == "read":
-        once()
+    once("read")
     return real_read(*arguments)
 os.open, os.read = opening, reading
-found = store.find(config())
-report(kind=found.kind, right=found.artifact == artifact(), met=left == [0])
+for what in (config().key, "record.json", "kernel.cubin", "read"):
+    left[:] = [what]
+    found = store.find(config())
+    seen.append((found.kind, found.artifact == artifact(), left == []))
+report(seen=seen)
 """
-    assert h.run(scenario, env=h.environment(tmp_path / "cache")) == {"kind": "cache", "right": True, "met": True, "warnings": []}
-    fault(f"{errno.errorcode[code]} once, while opening or reading an entry", "looked at again: a hit")
+    assert h.run(scenario, env=h.environment(tmp_path / "cache")) == {"seen": [["cache", True, True]] * 4, "warnings": []}
+    fault(f"{errno.errorcode[code]} once, while the entry or a file in it is opened or read", "looked at again: a hit")
 
 
 def test_a_cache_that_another_user_owns(public, fault):
@@ -195,7 +200,10 @@ def test_a_cache_that_another_user_owns(public, fault):
     assert any("refused: " in step[2] and "12345" in step[2] for step in seen["trace"])
     os.chown(place / "v1", 0, 0)
     assert wants(place)["kinds"] == ["cache"] * 3
-    fault("the cache folder belongs to another user (seen from root)", "refused with the uids in the reason; the kernel from memory; a hit once it is ours")
+    fault(
+        "the cache folder belongs to another user (seen from root)",
+        "refused with the uids in the reason; the kernel from memory; a hit once it is ours",
+    )
 
 
 def test_a_cache_of_root_seen_by_a_user(public, fault):
@@ -209,7 +217,7 @@ def test_a_cache_of_root_seen_by_a_user(public, fault):
     fault("the cache folder belongs to root (seen from a user)", "refused with the uids in the reason; the kernel from memory")
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702, 0o1777], ids=oct)
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o1777], ids=oct)
 def test_a_cache_that_others_can_write(tmp_path, fault, mode):
     place = tmp_path / "cache"
     publish(place)
@@ -223,15 +231,21 @@ def test_a_cache_that_others_can_write(tmp_path, fault, mode):
     (place / "v1").chmod(0o755)
     place.chmod(0o755)
     assert wants(place)["kinds"] == ["cache"] * 3
-    fault(f"the cache folder has mode {mode:04o}", "refused, the reason names mode and remedy; the kernel from memory; a hit after chmod go-w")
+    fault(
+        f"the cache folder has mode {mode:04o}", "refused, the reason names mode and remedy; the kernel from memory; a hit after chmod go-w"
+    )
 
 
-def test_a_folder_without_permission(public):
-    place = public / "closed"
+def test_a_folder_without_permission(request, tmp_path, fault):
+    # Root may write anywhere, so it runs this as another user; anyone else as itself.
+    uid = 12345 if os.geteuid() == 0 else None
+    place = (request.getfixturevalue("public") if uid else tmp_path) / "closed"
     place.mkdir(0o500)
-    os.chown(place, 12345, 12345)
-    kept_in_memory(wants(place / "cache", uid=12345), "Permission denied (EACCES)")
-    kept_in_memory(wants(place, uid=12345), "Permission denied (EACCES)")
+    if uid:
+        os.chown(place, uid, uid)
+    kept_in_memory(wants(place / "cache", uid=uid), "Permission denied (EACCES)")
+    kept_in_memory(wants(place, uid=uid), "Permission denied (EACCES)")
+    fault("no permission to write the cache folder or the one it should be made in", "the kernel from memory, one warning says why")
 
 
 @pytest.mark.parametrize("kind", ["file", "fifo", "dangling link", "v1 is a file", "v1 is a link"])

@@ -53,7 +53,10 @@ def test_no_home_and_no_passwd_entry(public, fault):
     assert "no home folder" in seen["reason"] and "TILEOPS_CACHE_DIR" in seen["reason"]
     assert len(seen["warnings"]) == 1 and "no home folder" in seen["warnings"][0]
     assert list(place.iterdir()) == [], "a folder named ~ appeared"
-    fault("HOME unset and a uid without a passwd entry", "the kernel from memory, one warning names TILEOPS_CACHE_DIR; nothing written to the working folder")
+    fault(
+        "HOME unset and a uid without a passwd entry",
+        "the kernel from memory, one warning names TILEOPS_CACHE_DIR; nothing written to the working folder",
+    )
     (public / "cache").mkdir(0o700)
     os.chown(public / "cache", 54321, 54321)
     seen = h.run(WANTS, env=h.environment(public / "cache"), uid=54321, cwd=place)

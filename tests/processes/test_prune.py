@@ -142,7 +142,8 @@ while time.monotonic() < until:
     for c in configs:
         found = store.find(c)
         assert found.artifact in (None, right[c.key])
-        assert found.artifact or found.trace[-2][2] in ("key not present", "the cache is empty"), found.trace
+        reason = found.trace[-2][2]
+        assert found.artifact or reason.startswith(("key not present", "the cache is empty", "cannot be read now"%s)), reason
         hits += found.artifact is not None
         misses += found.artifact is None
 report(hits=hits, misses=misses)
@@ -177,13 +178,13 @@ report(removed=removed)
 
 def test_beside_readers_and_writers(memory_disk, fault):
     env = h.environment(memory_disk / "cache")
-    children = [h.start(text, "3", env=env) for text in (READS, READS, WRITES, WRITES, PRUNES, PRUNES)]
+    children = [h.start(text, "2", env=env) for text in (READS % "", READS % "", WRITES, WRITES, PRUNES, PRUNES)]
     for child in children:
         assert child.stdout.readline() == "ready\n", child.stderr.read()
     answers = []
     for child in children:
         out, err = child.communicate(timeout=120)
-        assert (child.returncode, err) == (0, "")
+        assert (child.returncode, err) == (0, ""), err
         answers.append(json.loads(out))
     assert [w for answer in answers for w in answer["warnings"]] == []
     hits = sum(a["hits"] for a in answers[:2])
@@ -192,7 +193,10 @@ def test_beside_readers_and_writers(memory_disk, fault):
     assert sum(a["removed"] for a in answers[4:]) > 0
     left = [n for n in os.listdir(memory_disk / "cache" / "v1") if n.startswith(".")]
     assert left == []
-    fault("2 readers, 2 writers and 2 prunes on the same keys for 3 s", "hits with the right bytes or plain misses; no error, no warning, nothing left over")
+    fault(
+        "2 readers, 2 writers and 2 prunes on the same keys for 2 s",
+        "hits with the right bytes or plain misses; no error, no warning, nothing left over",
+    )
 
 
 def test_writers_that_replace_under_readers(memory_disk, fault):
@@ -215,12 +219,12 @@ while time.monotonic() < until:
             file.truncate(len(made.cubin) - 1)
 report(replaced=replaced)
 """
-    reads = READS.replace("found.trace[-2][2] in (", "'bytes, the record says' in found.trace[-2][2] or found.trace[-2][2] in (")
+    reads = READS % ', "cubin has 2999 bytes"'
     children = [h.start(text, "2", env=env) for text in (reads, reads, damages)]
     answers = []
     for child in children:
         out, err = child.communicate(timeout=120)
-        assert (child.returncode, err) == (0, "")
+        assert (child.returncode, err) == (0, ""), err
         answers.append(json.loads(out.splitlines()[-1]))
     assert answers[2]["replaced"] > 0
     assert sum(a["hits"] for a in answers[:2]) > 0

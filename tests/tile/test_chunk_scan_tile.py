@@ -54,7 +54,10 @@ def recurrence(x, Bm, Cm, dt, cumsum, prev):
     return y
 
 
-@pytest.mark.parametrize(("Q", "P", "N", "S", "H", "G"), [(16, 16, 16, 37, 2, 1), (32, 48, 32, 64, 2, 2), (64, 80, 48, 130, 4, 2), (128, 16, 144, 100, 3, 3), (256, 16, 16, 300, 2, 1)])
+@pytest.mark.parametrize(
+    ("Q", "P", "N", "S", "H", "G"),
+    [(16, 16, 16, 37, 2, 1), (32, 48, 32, 64, 2, 2), (64, 80, 48, 130, 4, 2), (128, 16, 144, 100, 3, 3), (256, 16, 16, 300, 2, 1)],
+)
 def test_output_of_every_token(Q: int, P: int, N: int, S: int, H: int, G: int) -> None:
     case = inputs(Q, P, N, S, H, G)
     want = recurrence(*case)

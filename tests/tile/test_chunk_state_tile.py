@@ -41,7 +41,9 @@ def recurrence(x, Bm, dt, cumsum):
     return states
 
 
-@pytest.mark.parametrize(("Q", "P", "N", "S", "H", "G"), [(16, 16, 16, 37, 2, 1), (64, 80, 48, 130, 4, 2), (128, 64, 144, 100, 3, 3), (256, 48, 16, 300, 2, 1)])
+@pytest.mark.parametrize(
+    ("Q", "P", "N", "S", "H", "G"), [(16, 16, 16, 37, 2, 1), (64, 80, 48, 130, 4, 2), (128, 64, 144, 100, 3, 3), (256, 48, 16, 300, 2, 1)]
+)
 def test_state_at_the_end_of_each_chunk(Q: int, P: int, N: int, S: int, H: int, G: int) -> None:
     case = inputs(Q, P, N, S, H, G)
     np.testing.assert_allclose(launch(*case), recurrence(*case), atol=3e-5)

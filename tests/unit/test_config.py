@@ -23,7 +23,10 @@ GOLDEN = [
         ("chunk_cumsum", "sm_80", {"Q": 256, "out_dtype": "float32", "softplus": True, "has_bias": True}),
         "8380658ffdff1e451be1599b7bb14c443b4d399183176a100f92263f44418ccc",
     ),
-    (("chunk_coupling", "sm_90a", {"Q": 256, "N": 128, "dtype": "bfloat16", "aligned": True}), "684a7f22eed2ace1b0d671d9c1440cccb497b126ce7f87b452ab4d4bc32ab2f1"),
+    (
+        ("chunk_coupling", "sm_90a", {"Q": 256, "N": 128, "dtype": "bfloat16", "aligned": True}),
+        "684a7f22eed2ace1b0d671d9c1440cccb497b126ce7f87b452ab4d4bc32ab2f1",
+    ),
     (
         (
             "chunk_state",
@@ -37,7 +40,10 @@ GOLDEN = [
         ("chunk_scan", "sm_100a", {"Q": 256, "P": 64, "N": 64, "dtype": "bfloat16", "dt_dtype": "bfloat16", "aligned": True}),
         "be85300e438b5f8594d4a1acff02b3bef76e6b5aa25930466e0c8b6e4d426a13",
     ),
-    (("recurrent", "sm_89", {"P": 64, "N": 128, "dtype": "bfloat16", "tied": True}), "93a5773294b024ff9f571a5ebe701b4b0fdcefdcf268953e83f5c482dc51441f"),
+    (
+        ("recurrent", "sm_89", {"P": 64, "N": 128, "dtype": "bfloat16", "tied": True}),
+        "93a5773294b024ff9f571a5ebe701b4b0fdcefdcf268953e83f5c482dc51441f",
+    ),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import tarfile
 
@@ -11,8 +10,8 @@ import helpers_store as h
 import pytest
 
 from tileops import store
-from tileops.config import canonical_json
 from tileops.errors import CorruptArtifactError, MissingKernelError, TileOpsError
+from tileops.store.roots import seal, unseal
 
 ARTIFACTS = [h.artifact(h.config(P=p, arch=a)) for a in ("sm_90a", "sm_80") for p in (64, 128)]
 CONFIGS = [a.record.config_object() for a in ARTIFACTS]
@@ -123,7 +122,7 @@ def refused(elsewhere, monkeypatch, tmp_path):
     (outside / "canary").write_bytes(b"alive")
     monkeypatch.chdir(outside)
 
-    def check(path, reason=""):
+    def check(path, reason="."):
         for options in ({}, {"into": elsewhere / "root"}):
             with pytest.raises(CorruptArtifactError, match=reason) as raised:
                 store.import_bundle(path, **options)
@@ -140,12 +139,9 @@ def test_a_truncated_or_flipped_bundle(bundle, refused, elsewhere):
     for length in (0, 1, 511, 512, 513, 4096, used // 2, used - 1, used - 600):
         bad.write_bytes(data[:length])
         refused(bad)
-    for position in [*range(0, 520), *range(520, used, 997)]:
+    for position in [*range(520), *range(520, used, 97)]:
         bad.write_bytes(data[:position] + bytes([data[position] ^ 0x10]) + data[position + 1 :])
-        root = store.bundles.BundleRoot("site", "bad", str(bad))
-        if not list(root.verify()):  # the flip is in the padding between two members
-            assert data[position] == 0
-            assert [root.load(config.key) for config in CONFIGS] == ARTIFACTS
+        assert list(store.bundles.BundleRoot("site", "bad", str(bad)).verify()), position
 
 
 def repack(members, fmt=tarfile.USTAR_FORMAT):
@@ -208,12 +204,17 @@ def attacks(members):
         "record with code for a grid": {"grid": ["__import__('os').abort()", "1", "1"]},
         "record of another config": {"config": {"P": 64}},
     }.items():
-        table = json.loads(manifest[1])
+        table = unseal(manifest[1], "")
         key = sorted(table["records"])[0]
         table["records"][key].update(change)
-        yield what, [("manifest.json", canonical_json(table).encode()), first, *rest]
-    for what, change in {"manifest of another schema": {"schema": 9}, "manifest without records": {"records": None}}.items():
-        yield what, [("manifest.json", canonical_json({**json.loads(manifest[1]), **change}).encode()), first, *rest]
+        yield what, [("manifest.json", seal(table)), first, *rest]
+    for what, change in {
+        "another bundle format": {"bundle": 2},
+        "manifest of another schema": {"schema": 9},
+        "manifest without records": {"records": None},
+    }.items():
+        yield what, [("manifest.json", seal({**unseal(manifest[1], ""), **change})), first, *rest]
+    yield "manifest without a digest", [("manifest.json", manifest[1].rpartition(b',"sha256"')[0] + b"}"), first, *rest]
     yield "manifest that is no JSON", [("manifest.json", b"[" * 100_000), first, *rest]
 
 

@@ -46,7 +46,7 @@ def test_measured_headers(abi, flags, noted, arch):
 
 
 def test_a_note_that_contradicts_the_header_is_an_error():
-    with pytest.raises(ValueError, match="sm_100.*sm_90a"):
+    with pytest.raises(ValueError, match=r"sm_100.*sm_90a"):
         elf.arch(image(8, 0x600640A, "sm_90a"))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 import threading
 
 import helpers_store as h
@@ -337,3 +339,10 @@ def test_import_and_lookup_write_nothing(tmp_path, monkeypatch):
     env = h.environment(tmp_path / "cache", HOME=str(tmp_path / "home"))
     h.run("store.find(config()); store.matching('recurrent'); [list(r.verify()) for r in store.roots()]; report()", env=env, cwd=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_the_store_is_cheap():
+    heavy = ("torch", "tilelang", "cuda", "filelock", "platformdirs", "tarfile", "importlib.metadata", "ctypes", "tileops.store.bundles")
+    code = f"import sys, tileops.store; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], env=h.environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -11,6 +11,7 @@ import pytest
 
 from tileops import store
 from tileops.errors import CorruptArtifactError
+from tileops.store.roots import seal, unseal
 
 
 @pytest.fixture(autouse=True)
@@ -164,9 +165,9 @@ def test_the_manifest_is_parsed_once_until_it_changes(root, monkeypatch):
 
 def edit(root, change):
     path = root / "sm_90a" / "manifest.json"
-    data = json.loads(path.read_text())
+    data = unseal(path.read_bytes(), "")
     change(data)
-    path.write_text(json.dumps(data))
+    path.write_bytes(seal(data))
 
 
 CONFIG = h.config()
@@ -318,7 +319,7 @@ def test_a_broken_package_is_ignored_with_one_warning_that_names_it(tmp_path, mo
 def test_a_package_of_another_schema_is_ignored_with_one_warning_that_names_it(tmp_path):
     distribution(tmp_path / "more", "acme-kernels", "acme_kernels", artifacts=[h.artifact()])
     path = tmp_path / "more" / "acme_kernels" / "sm_90a" / "manifest.json"
-    path.write_text(path.read_text().replace('"schema":1', '"schema":7'))
+    path.write_bytes(seal({**unseal(path.read_bytes(), ""), "schema": 7}))
     seen = installed(tmp_path)
     assert seen["root"] is None
     [warning] = seen["warnings"]

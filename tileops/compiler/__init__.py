@@ -103,4 +103,6 @@ def _failure(config: KernelConfig, source: str, error: Exception) -> CompileErro
         pass
     first = next((line for line in log.splitlines() if "error" in line.lower()), log.splitlines()[0] if log else "")
     kept = f" Source and log: {folder}." if folder else ""
-    return CompileError(f"{config} did not compile: {first.strip()[:300]}.{kept}", kernel=config.kernel, arch=config.arch, log=log, folder=folder)
+    return CompileError(
+        f"{config} did not compile: {first.strip()[:300]}.{kept}", kernel=config.kernel, arch=config.arch, log=log, folder=folder
+    )

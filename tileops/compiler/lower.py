@@ -98,7 +98,15 @@ def _expression(node: Any) -> str:
         return str(int(node))
     if isinstance(node, tir.Cast):
         return _expression(node.value)
-    for kind, text in ((tir.Add, "({} + {})"), (tir.Sub, "({} - {})"), (tir.Mul, "{} * {}"), (tir.FloorDiv, "({} // {})"), (tir.Div, "({} // {})"), (tir.Min, "min({}, {})"), (tir.Max, "max({}, {})")):
+    for kind, text in (
+        (tir.Add, "({} + {})"),
+        (tir.Sub, "({} - {})"),
+        (tir.Mul, "{} * {}"),
+        (tir.FloorDiv, "({} // {})"),
+        (tir.Div, "({} // {})"),
+        (tir.Min, "min({}, {})"),
+        (tir.Max, "max({}, {})"),
+    ):
         if isinstance(node, kind):
             return text.format(_expression(node.a), _expression(node.b))
     if isinstance(node, tir.Call) and "shift_right" in str(node.op):

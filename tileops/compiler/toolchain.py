@@ -96,7 +96,8 @@ def _headers(folders: list[Path], major: int) -> tuple[Path, ...] | str:
         if path is None:
             return package
         found.append(path.parents[len(Path(probe).parts) - 1])
-    return tuple(found)
+    # CUTLASS includes CUDA 13's CCCL as <cccl/cuda/std/...> in some places and as <cuda/std/...> in others.
+    return (*found, found[1].parent) if major >= 13 and found[1].parent != found[0] else tuple(found)
 
 
 def _version(major: int) -> str:

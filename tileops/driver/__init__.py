@@ -25,9 +25,9 @@ from typing import Any
 from tileops import catalog, expr
 from tileops.config import Artifact, Record
 from tileops.driver import _api
-from tileops.errors import IncompatibleArtifactError
+from tileops.errors import CorruptArtifactError, IncompatibleArtifactError
 
-__all__ = ["DeviceInfo", "Kernel", "Launch", "check", "device_info", "load", "stats"]
+__all__ = ["DeviceInfo", "Kernel", "Launch", "check", "device_count", "device_info", "load", "stats", "stream_handle"]
 
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 
@@ -93,12 +93,21 @@ def device_info(device: int) -> DeviceInfo:
     return info
 
 
+def device_count() -> int:
+    """CUDA devices that this process may use. Makes no context. Raises DriverError where there is no driver."""
+    _api.call("cuInit", 0)
+    return int(_api.call("cuDeviceGetCount"))
+
+
 def check(record: Record, info: DeviceInfo) -> None:
     """Raises IncompatibleArtifactError where ``record`` cannot run on the device, before anything is loaded."""
     needs = record.dynamic_smem + record.static_smem
     major, minor = info.capability
     if record.arch not in catalog.archs_for(major, minor):
-        reason, remedy = f"is built for {record.arch}", f"use artifacts for {', '.join(catalog.archs_for(major, minor)) or 'a supported GPU'}"
+        reason, remedy = (
+            f"is built for {record.arch}",
+            f"use artifacts for {', '.join(catalog.archs_for(major, minor)) or 'a supported GPU'}",
+        )
     elif record.min_driver > info.driver:
         reason = f"needs a driver for CUDA {_version(record.min_driver)}"
         remedy = f"this driver supports {_version(info.driver)}: update it"
@@ -182,35 +191,48 @@ class Launch:
         self.empty = 0 in grid
         for value, limit, axis in zip(grid, _MAX_GRID, "xyz"):
             if value > limit:
-                raise ValueError(f"{record.kernel}: grid {axis} would be {value}, CUDA allows {limit}: the input is too large for one launch.")
+                raise ValueError(
+                    f"{record.kernel}: grid {axis} would be {value}, CUDA allows {limit}: the input is too large for one launch."
+                )
         self.kernel = kernel
-        self.pointers: list[tuple[int, str]] = []
         count = len(record.params)
         self._values = (ctypes.c_uint64 * count)()
         base = ctypes.addressof(self._values)
-        self._addresses = (ctypes.c_void_p * count)(*(base + 8 * i for i in range(count)))
-        for index, param in enumerate(record.params):
-            if param.kind == "pointer":
-                self.pointers.append((index, param.bind))
-            elif param.kind == "float32":
+        self._addresses = (ctypes.c_void_p * count)(*range(base, base + 8 * count, 8))
+        self.pointers = tuple(param.bind for param in record.params if param.kind == "pointer")
+        if any(param.kind != "pointer" for param in record.params[: len(self.pointers)]):
+            raise CorruptArtifactError(f"{record.config_object()}: pointers do not come first.", path=record.key, reason="parameter order")
+        for index in range(len(self.pointers), count):
+            param = record.params[index]
+            if param.kind == "float32":
                 self._values[index] = struct.unpack("<I", struct.pack("<f", floats[param.bind]))[0]
-            else:
-                value = expr.evaluate(param.bind, sizes)
-                if param.kind == "int32" and not -(2**31) <= value < 2**31:
-                    raise ValueError(f"{record.kernel}: {param.bind} = {value} does not fit the kernel's 32-bit parameter.")
-                self._values[index] = value & 0xFFFFFFFFFFFFFFFF
+                continue
+            value = expr.evaluate(param.bind, sizes)
+            if param.kind == "int32" and not -(2**31) <= value < 2**31:
+                raise ValueError(f"{record.kernel}: {param.bind} = {value} does not fit the kernel's 32-bit parameter.")
+            self._values[index] = value & 0xFFFFFFFFFFFFFFFF
         self._lock = threading.Lock()
+        self._fill = struct.Struct(f"{len(self.pointers)}Q").pack_into
         self._arguments = (kernel.function, *grid, *record.block, record.dynamic_smem)
         self._parameters = ctypes.addressof(self._addresses)
         self._launch = _api.cuda().cuLaunchKernel
 
-    def fire(self, addresses: Sequence[int], stream: int) -> None:
-        """Launches on ``stream`` (raw handle) with ``addresses`` in the order of ``pointers``. Raises DriverError."""
-        values = self._values
+    def fire(self, addresses: Sequence[int], stream: Any) -> None:
+        """Launches on ``stream`` (of ``stream_handle``) with ``addresses`` in the order of ``pointers``. Raises DriverError."""
         with self._lock:
-            for (index, _), address in zip(self.pointers, addresses):
-                values[index] = address
+            self._fill(self._values, 0, *addresses)
             status = self._launch(*self._arguments, stream, self._parameters, 0)[0]
         if status != 0:
             info = device_info(self.kernel.device)
             raise _api.failure("cuLaunchKernel", int(status), f"launching {self.kernel.record.config_object()} on {info.name}")
+
+
+_streams: dict[int, Any] = {}
+
+
+def stream_handle(raw: int) -> Any:
+    """The driver's handle of a raw stream address, made once: making it costs more than looking it up."""
+    handle = _streams.get(raw)
+    if handle is None:
+        handle = _streams[raw] = _api.cuda().CUstream(raw)
+    return handle

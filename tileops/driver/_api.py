@@ -18,7 +18,7 @@ _REMEDIES = {
     "CUDA_ERROR_NOT_INITIALIZED": "CUDA is not initialised in this process; after a fork, start workers with the spawn method",
     "CUDA_ERROR_NO_DEVICE": "no CUDA GPU is visible (CUDA_VISIBLE_DEVICES?)",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the driver and libcuda differ in version; reboot or reinstall the driver",
-    "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "the kernel asks for more registers or shared memory than the GPU has; report it with `tileops doctor`",
+    "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES": "the kernel asks for more than the GPU has; report it with `tileops doctor`",
 }
 
 

@@ -18,6 +18,8 @@ def program(*, Q: int, N: int, dtype: str, aligned: bool) -> Any:
     wide = 8 if aligned else 1
     tile = min(Q, 64)
     tiles = Q // tile
+    # Loads that are not 16 bytes wide take eight times the registers.
+    depth = k.padded(N, 128 if aligned else 32)
 
     @T.prim_func
     def chunk_coupling(
@@ -33,17 +35,22 @@ def program(*, Q: int, N: int, dtype: str, aligned: bool) -> Any:
             bc = T.alloc_var("int32", init=T.truncdiv(bcg, G))
             c = T.alloc_var("int32", init=T.truncmod(bc, C))
             b = T.alloc_var("int32", init=T.truncdiv(bc, C))
-            Cs = k.shared((tile, N), dtype)
-            Bs = k.shared((tile, N), dtype)
+            Cs = k.shared((tile, depth), dtype)
+            Bs = k.shared((tile, depth), dtype)
             out = k.shared((tile, tile), dtype)
             acc = k.fragment((tile, tile))
             T.clear(acc)
             if col <= row:
-                for i, n in k.parallel(tile, N):
-                    Cs[i, n] = T.if_then_else(c * Q + row * tile + i < S, Cm[b, c * Q + row * tile + i, g, n], 0)
-                for i, n in k.parallel(tile, N):
-                    Bs[i, n] = T.if_then_else(c * Q + col * tile + i < S, Bm[b, c * Q + col * tile + i, g, n], 0)
-                T.gemm(Cs, Bs, acc, transpose_B=True)
+                for d in T.serial(k.ceildiv(N, depth)):
+                    for i, n in k.parallel(tile, depth):
+                        Cs[i, n] = T.if_then_else(
+                            c * Q + row * tile + i < S and d * depth + n < N, Cm[b, c * Q + row * tile + i, g, d * depth + n], 0
+                        )
+                    for i, n in k.parallel(tile, depth):
+                        Bs[i, n] = T.if_then_else(
+                            c * Q + col * tile + i < S and d * depth + n < N, Bm[b, c * Q + col * tile + i, g, d * depth + n], 0
+                        )
+                    T.gemm(Cs, Bs, acc, transpose_B=True)
             for i, j in k.parallel(tile, tile):
                 out[i, j] = T.if_then_else(col * tile + j <= row * tile + i, acc[i, j], 0)
             for i, j in k.parallel(tile, tile):

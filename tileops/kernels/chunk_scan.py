@@ -40,7 +40,8 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, aligned: bool)
         y: T.Tensor((B, S, H, P), "float32"),
     ):
         with k.grid(B * C * H * (width_tiles * row_tiles), threads=2 * rows) as block:
-            k.at_least(256 // rows)
+            if aligned:
+                k.at_least(256 // rows)
             row = T.alloc_var("int32", init=block % row_tiles)
             p0 = T.alloc_var("int32", init=block // row_tiles % width_tiles)
             bch = T.alloc_var("int32", init=block // (row_tiles * width_tiles))
@@ -80,17 +81,23 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, aligned: bool)
                 T.clear(state_top)
                 for d in T.serial(k.ceildiv(N, depth)):
                     for p, n in k.parallel(width, depth):
-                        size[p, n] = T.if_then_else(p0 * width + p < P and d * depth + n < N, prev_states[b, c, h, p0 * width + p, d * depth + n], 0.0)
+                        size[p, n] = T.if_then_else(
+                            p0 * width + p < P and d * depth + n < N, prev_states[b, c, h, p0 * width + p, d * depth + n], 0.0
+                        )
                     T.reduce_absmax(size, state_top, dim=1, clear=False)
                 for p in k.parallel(width):
                     state_scale[p], state_unscale[p] = k.fp16_scale(state_top[p])
             T.clear(acc)
             for d in T.serial(k.ceildiv(N, depth)):
                 for i, n in k.parallel(rows, depth):
-                    Cs[i, n] = T.if_then_else(c * Q + row * rows + i < S and d * depth + n < N, Cm[b, c * Q + row * rows + i, g, d * depth + n], 0)
+                    Cs[i, n] = T.if_then_else(
+                        c * Q + row * rows + i < S and d * depth + n < N, Cm[b, c * Q + row * rows + i, g, d * depth + n], 0
+                    )
                 # Loaded apart from the rounding: TileLang moves a load that is cast out from under its condition.
                 for p, n in k.parallel(width, depth):
-                    state[p, n] = T.if_then_else(p0 * width + p < P and d * depth + n < N, prev_states[b, c, h, p0 * width + p, d * depth + n], 0.0)
+                    state[p, n] = T.if_then_else(
+                        p0 * width + p < P and d * depth + n < N, prev_states[b, c, h, p0 * width + p, d * depth + n], 0.0
+                    )
                 for p, n in k.parallel(width, depth):
                     Ss[p, n] = state[p, n] * state_scale[p] if half else state[p, n]
                 T.gemm(Cs, Ss, acc, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
@@ -105,13 +112,14 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, aligned: bool)
 
             # The chunk itself: tiles up to the diagonal.
             for t in T.serial((row + 1) * (rows // cols)):
+                ahead = T.alloc_var("int32", init=row * rows - t * cols)
                 for i, j in k.parallel(rows, cols):
                     raw[i, j] = cb[b, c, g, row * rows + i, t * cols + j]
                 for i, j in k.parallel(rows, cols):
                     # A token sees itself undecayed even where A is -inf.
-                    passed = T.if_then_else(t * cols + j == row * rows + i, 0.0, sums[row * rows + i] - earlier[t * cols + j])
+                    passed = T.if_then_else(j - i == ahead, 0.0, sums[row * rows + i] - earlier[t * cols + j])
                     weight = T.exp2(T.min(passed, 0.0) * k.LOG2E) * steps[t * cols + j]
-                    part = T.if_then_else(t * cols + j <= row * rows + i, T.cast(raw[i, j], "float32") * weight, 0.0)
+                    part = T.if_then_else(j - i <= ahead, T.cast(raw[i, j], "float32") * weight, 0.0)
                     if half:
                         mixed[i, j] = part
                     else:
@@ -130,7 +138,9 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, aligned: bool)
                 for i, j in k.parallel(rows, cols):
                     Ms[i, j] = raw[i, j]
                 for j, p in k.parallel(cols, width):
-                    Xs[j, p] = T.if_then_else(c * Q + t * cols + j < S and p0 * width + p < P, x[b, c * Q + t * cols + j, h, p0 * width + p], 0)
+                    Xs[j, p] = T.if_then_else(
+                        c * Q + t * cols + j < S and p0 * width + p < P, x[b, c * Q + t * cols + j, h, p0 * width + p], 0
+                    )
                 T.gemm(Ms, Xs, acc, policy=T.GemmWarpPolicy.FullRow)
             for i, p in k.parallel(rows, width):
                 if c * Q + row * rows + i < S and p0 * width + p < P:

@@ -22,6 +22,8 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, has_seq_idx: b
     wide = 8 if aligned else 1
     tiles = k.ceildiv(P, ROWS)
     slab = min(Q, 64)
+    # Two warpgroups from here on: each takes half of the columns, and wgmma wants those in multiples of 16.
+    width = N if N <= 128 else k.ceildiv(N, 32) * 32
 
     @T.macro
     def load_x(raw, x, counts, b, token, h, p0, l0):
@@ -38,7 +40,7 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, has_seq_idx: b
         seq_idx: k.strided("seq_idx", (B, S), "int32"),
         states: T.Tensor((B, C, H, P, N), "float32"),
     ):
-        with k.grid(B * C * H * tiles, threads=128 if N <= 128 else 256) as block:
+        with k.grid(B * C * H * tiles, threads=128 if width <= 128 else 256) as block:
             p0 = T.alloc_var("int32", init=block % tiles)
             bch = T.alloc_var("int32", init=block // tiles)
             h = T.alloc_var("int32", init=T.truncmod(bch, H))
@@ -48,11 +50,11 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, has_seq_idx: b
             g = T.alloc_var("int32", init=T.truncdiv(h, T.truncdiv(H, G)))
             last = T.alloc_var("int32", init=T.min(Q, S - c * Q) - 1)
             Xs = k.shared((slab, ROWS), dtype)
-            Bs = k.shared((slab, N), dtype)
+            Bs = k.shared((slab, width), dtype)
             weight = k.shared((Q,), "float32")
             counts = k.shared((Q,), "int32")
             raw = k.fragment((slab, ROWS), dtype)
-            acc = k.fragment((ROWS, N))
+            acc = k.fragment((ROWS, width))
 
             for l in k.parallel(Q):
                 # last may be below Q - 1, where the cumsum is flat; testing it by index keeps A = -inf right.
@@ -88,11 +90,11 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, has_seq_idx: b
                         Xs[l, p] = T.cast(raw[l, p], "float32") * weight[s * slab + l] * scale[p]
                     else:
                         Xs[l, p] = T.cast(raw[l, p], "float32") * weight[s * slab + l]
-                for l, n in k.parallel(slab, N):
-                    Bs[l, n] = T.if_then_else(counts[s * slab + l] > 0, Bm[b, c * Q + s * slab + l, g, n], 0)
+                for l, n in k.parallel(slab, width):
+                    Bs[l, n] = T.if_then_else(counts[s * slab + l] > 0 and n < N, Bm[b, c * Q + s * slab + l, g, n], 0)
                 T.gemm(Xs, Bs, acc, transpose_A=True)
-            for p, n in k.parallel(ROWS, N):
-                if p0 * ROWS + p < P:
+            for p, n in k.parallel(ROWS, width):
+                if p0 * ROWS + p < P and n < N:
                     if dtype == "float16":
                         states[b, c, h, p0 * ROWS + p, n] = acc[p, n] * unscale[p]
                     else:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tileops.config import Value
-from tileops.driver import Launch
+from tileops.driver import Launch, stream_handle
 from tileops.ops import _resolve
 
 _WORKSPACE_ALIGNMENT = 256
@@ -92,7 +93,7 @@ class Plan:
         if self._workspace:
             memory.append(torch.empty(self._workspace, dtype=torch.uint8, device=device))
         starts = [0 if t is None else t.data_ptr() for t in memory]
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = stream_handle(torch._C._cuda_getCurrentRawStream(device.index))
         for step in self._steps:
             step(memory, starts, stream)
         if self._single:
@@ -103,9 +104,9 @@ class Plan:
 class _LaunchStep:
     def __init__(self, launch: Launch, slots: dict[str, Slot]) -> None:
         self._fire = launch.fire
-        self._places = tuple((slots[name].base, slots[name].offset) for _, name in launch.pointers)
+        self._places = tuple((slots[name].base, slots[name].offset) for name in launch.pointers)
 
-    def __call__(self, memory: list[Tensor | None], starts: list[int], stream: int) -> None:
+    def __call__(self, memory: list[Tensor | None], starts: list[int], stream: Any) -> None:
         self._fire([starts[base] + offset for base, offset in self._places], stream)
 
 
@@ -117,7 +118,7 @@ class Planner:
         self.inputs = len(tensors)
         self.densify: list[int] = []
         self.outputs: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self.steps: list[Callable[[list[Tensor | None], list[int], int], None]] = []
+        self.steps: list[Callable[[list[Tensor | None], list[int], Any], None]] = []
         self._workspace_offset = 0
         self.slots = tuple(None if t is None else _slot_of(i, t) for i, t in enumerate(tensors))
 
@@ -181,11 +182,26 @@ class Planner:
 
     def fill_zero(self, slot: Slot) -> None:
         """Adds a step that zeroes a whole output."""
-        self.steps.append(lambda memory, starts, stream: memory[slot.base].zero_() and None)  # type: ignore[union-attr]
+
+        def zero(memory: list[Tensor | None], starts: list[int], stream: Any) -> None:
+            _whole(memory, slot).zero_()
+
+        self.steps.append(zero)
 
     def copy(self, destination: Slot, source: Slot) -> None:
         """Adds a step that copies an input into a whole output."""
-        self.steps.append(lambda memory, starts, stream: memory[destination.base].copy_(memory[source.base]) and None)  # type: ignore[union-attr, arg-type]
+
+        def copy(memory: list[Tensor | None], starts: list[int], stream: Any) -> None:
+            _whole(memory, destination).copy_(_whole(memory, source))
+
+        self.steps.append(copy)
+
+
+def _whole(memory: list[Tensor | None], slot: Slot) -> Tensor:
+    """The tensor of a slot that is an input or an output, in the slot's shape."""
+    tensor = memory[slot.base]
+    assert tensor is not None
+    return tensor.view(slot.shape) if tensor.is_contiguous() else tensor
 
 
 #: Base index of the workspace: last in the list of memories.
@@ -200,4 +216,3 @@ def _slot_of(index: int, tensor: Tensor) -> Slot:
     address = tensor.data_ptr()
     alignment = next(n for n in (16, 8, 4, 2, 1) if address % n == 0)
     return Slot(index, 0, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, alignment)
-

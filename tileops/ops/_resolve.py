@@ -46,8 +46,8 @@ def unsupported_gpu(info: driver.DeviceInfo) -> IncompatibleArtifactError:
     """The error for a GPU that no arch of this package runs on."""
     major, minor = info.capability
     return IncompatibleArtifactError(
-        f"Device {info.ordinal} is a {info.name} (compute capability {major}.{minor}), and kernels exist for {', '.join(catalog.ARCHS)} only; "
-        "run on a supported GPU, or pass target='reference'.",
+        f"Device {info.ordinal} is a {info.name} (compute capability {major}.{minor}), and kernels exist for "
+        f"{', '.join(catalog.ARCHS)} only; run on a supported GPU, or pass target='reference'.",
         key=None,
         arch=None,
         gpu=info.name,
@@ -137,12 +137,20 @@ def preload(
 
 def preload_ops(ops: Iterable[Op], *, device: int | str | torch.device | None = None, **values: Any) -> Preloaded:
     """Loads the kernels of ``ops`` that the roots hold for ``device``; see ``Op.preload``."""
-    wanted = {_FIELD_NAMES.get(name, name): str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in values.items()}
+    wanted = {
+        _FIELD_NAMES.get(name, name): str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for name, v in values.items()
+    }
     names = {field for fields in catalog.KERNELS.values() for field in fields}
     for name in wanted:
         if name not in names:
-            raise ValueError(f"preload: {name!r} is no compile-time value; expected some of d_head, d_state, dtype, {', '.join(sorted(names))}.")
-    kernels = [(kernel, {**{k: v for k, v in wanted.items() if k in catalog.KERNELS[kernel]}, **fixed}) for op in ops for kernel, fixed in op.kernels()]
+            raise ValueError(
+                f"preload: {name!r} is no compile-time value; expected some of d_head, d_state, dtype, {', '.join(sorted(names))}."
+            )
+    kernels = [
+        (kernel, {**{k: v for k, v in wanted.items() if k in catalog.KERNELS[kernel]}, **fixed})
+        for op in ops
+        for kernel, fixed in op.kernels()
+    ]
     required = {"P", "N", "dtype"} <= set(wanted)
     return load_all(kernels, device, required=required)
 
@@ -150,7 +158,9 @@ def preload_ops(ops: Iterable[Op], *, device: int | str | torch.device | None = 
 def load_all(kernels: Iterable[tuple[str, dict[str, Value]]], device: int | str | torch.device | None, *, required: bool) -> Preloaded:
     """Loads every kernel that matches one of the partial configs. With ``required``, one that is nowhere raises MissingKernelError."""
     if not torch.cuda.is_available():
-        raise DriverError("preload needs a CUDA GPU, and torch sees none (run `tileops doctor`).", call="preload", code=None, name="NO_DEVICE")
+        raise DriverError(
+            "preload needs a CUDA GPU, and torch sees none (run `tileops doctor`).", call="preload", code=None, name="NO_DEVICE"
+        )
     place = torch.device("cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device)
     index = torch.cuda.current_device() if place.index is None else place.index
     start = time.perf_counter()
@@ -164,9 +174,10 @@ def load_all(kernels: Iterable[tuple[str, dict[str, Value]]], device: int | str 
             if required:
                 found = catalog.expand(kernel, partial)
             else:
-                found = [record.config for arch in archs for record in store.matching(kernel, arch, **partial)]
+                found = [record.config for arch in archs for record in store.matching(kernel, arch, policy=None, current=True, **partial)]
             for full in found:
-                chosen[(kernel, *sorted(full.items()))] = (kernel, full)
+                identity = (kernel, *sorted(full.items()))
+                chosen[identity] = (kernel, full)
         loaded = [obtain(kernel, full, index) for kernel, full in chosen.values()]
     return Preloaded(
         device=torch.device("cuda", index),

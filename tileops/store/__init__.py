@@ -2,7 +2,7 @@
 
 ====================  ==========================================================================  ==============
 looking up            ``find``, ``find_or_build``, ``matching``, ``Lookup``, ``missing_error``     lookup.py
-where                 ``roots``, ``Root``, ``Fault``, ``location``                                 discovery.py
+where                 ``roots``, ``Root``, ``Fault``, ``location``                                 discovery.py, places.py
 may it be compiled    ``policy``, ``freeze``, ``frozen``, ``current_policy``                       policies.py
 user cache            ``publish``, ``compile_lock``                                                publishing.py, locks.py
 size                  ``prune``                                                                    pruning.py
@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tileops.store.cache import Location, compiler_of, location
+from tileops.store.cache import compiler_of
 from tileops.store.discovery import roots
 from tileops.store.locks import compile_lock
 from tileops.store.lookup import Lookup, Step, differing, find, find_or_build, fix_command, matching, missing_error, trace_lines
 from tileops.store.notes import StoreWarning, logger, reset_stats, stats
+from tileops.store.places import Location, location
 from tileops.store.policies import current as current_policy
 from tileops.store.policies import freeze, frozen, policy
 from tileops.store.publishing import Published, publish

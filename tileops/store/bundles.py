@@ -8,7 +8,6 @@ files are named after verified records, never after what the archive says. Diges
 
 from __future__ import annotations
 
-import io
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -16,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tileops.config import SCHEMA, Artifact, KernelConfig, Record, canonical_json
+from tileops.config import SCHEMA, Artifact, KernelConfig, Record
 from tileops.errors import CorruptArtifactError, TileOpsError
-from tileops.store import cache, discovery, files, lookup, notes, publishing, writing
+from tileops.store import discovery, files, lookup, notes, places, publishing, writing
 from tileops.store.packaged import MANIFEST, parse_manifest
-from tileops.store.roots import Fault, Miss, Root, check_artifact, deep_fault, fault_kind, make_record, same_config
+from tileops.store.roots import Fault, Miss, Root, check_artifact, deep_fault, fault_kind, make_record, same_config, seal
 
 FORMAT = 1
 _BLOCK = 512
@@ -67,20 +66,19 @@ def export_bundle(
     artifacts = {artifact.record.key: artifact for artifact in reversed(found)}
     ordered = sorted(artifacts.values(), key=lambda a: (a.record.arch, a.record.key))
     manifest = {"schema": SCHEMA, "bundle": FORMAT, "records": {a.record.key: a.record.to_dict() for a in ordered}}
-    import tarfile  # here: reading a bundle does not need it
-
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, data in [(MANIFEST, canonical_json(manifest).encode()), *((_member_name(a.record), a.cubin) for a in ordered)]:
-            info = tarfile.TarInfo(name)
-            info.size, info.mode = len(data), 0o644
-            tar.addfile(info, io.BytesIO(data))
-    files.replace(path, buffer.getvalue())
+    parts = []
+    for name, data in [(MANIFEST, seal(manifest)), *((_member_name(a.record), a.cubin) for a in ordered)]:
+        parts += [_header(name, len(data)), data, bytes(-len(data) % _BLOCK)]
+    parts.append(bytes(2 * _BLOCK))  # how a tar ends
+    text = b"".join(parts)
+    files.replace(path, text)
     files.sweep(os.path.dirname(os.path.abspath(path)), os.path.basename(path))
-    return Exported(os.path.abspath(os.fspath(path)), len(ordered), len(buffer.getvalue()))
+    return Exported(os.path.abspath(os.fspath(path)), len(ordered), len(text))
 
 
-def import_bundle(path: str | os.PathLike[str], *, into: str | os.PathLike[str] | None = None, archs: Iterable[str] | None = None) -> Imported:
+def import_bundle(
+    path: str | os.PathLike[str], *, into: str | os.PathLike[str] | None = None, archs: Iterable[str] | None = None
+) -> Imported:
     """Verifies a whole bundle, then stores its artifacts: in the user cache, or as a packaged root at ``into``.
 
     On a machine with another compiler, imported entries of the user cache are a miss (see ``find``); a root made with
@@ -101,11 +99,15 @@ def import_bundle(path: str | os.PathLike[str], *, into: str | os.PathLike[str] 
         writing.write_packaged(into, (source.load(name) for _, name in names))
         destination = os.path.abspath(os.fspath(into))
     else:
-        destination = cache.location().path or ""
+        destination = places.location().path or ""
         for _, name in names:
             answer = publishing.publish(source.load(name))
             if not answer.stored:
-                raise TileOpsError(f"The bundle cannot be imported into the user cache {destination}: {answer.reason}.", path=destination, reason=answer.reason)
+                raise TileOpsError(
+                    f"The bundle cannot be imported into the user cache {destination}: {answer.reason}.",
+                    path=destination,
+                    reason=answer.reason,
+                )
     return Imported(len(names), sum(record.cubin_size for record, _ in names), destination)
 
 
@@ -195,7 +197,10 @@ def _read_index(fd: int, path: str, size: int) -> dict[str, _Member]:
     if length > _MAX_MANIFEST:
         raise _bad(path, f"the manifest has {length} bytes, more than the {_MAX_MANIFEST} allowed")
     records: dict[str, Record] = {}
-    for key, data in parse_manifest(os.pread(fd, length, offset), path, None).items():
+    manifest = parse_manifest(os.pread(fd, length, offset), path)
+    if manifest.get("bundle") != FORMAT:
+        raise _bad(path, f"bundle format {manifest.get('bundle')!r}, this package reads {FORMAT}")
+    for key, data in manifest["records"].items():
         record = make_record(data, f"{path}: {key}")
         if record.key != key:
             raise _bad(path, f"the record of {key} is of another config")
@@ -222,20 +227,31 @@ def _members(fd: int, path: str, size: int) -> Iterator[tuple[str, int, int]]:
             raise _bad(path, "the file is truncated")
         if header == bytes(_BLOCK):
             return
-        name = header[:100].split(b"\0")[0].decode("ascii", "backslashreplace")
-        try:
-            length, checksum = (int(field.split(b"\0")[0].strip() or b"0", 8) for field in (header[124:136], header[148:156]))
-        except ValueError:
-            raise _bad(path, "not a bundle") from None
-        if header[257:262] != b"ustar" or checksum != sum(header[:148]) + 8 * 32 + sum(header[156:]):
-            raise _bad(path, "not a bundle")
-        if header[156:157] != b"0" or header[345] != 0:
-            raise _bad(path, f"member {name!r} is no plain file (type {header[156:157].decode('ascii', 'backslashreplace')!r})")
-        if length < 0 or offset + _BLOCK + length > size:
+        name = header[:100].rstrip(b"\0").decode("ascii", "backslashreplace")
+        digits = header[124:135]
+        length = int(digits, 8) if digits.isdigit() and not set(digits) & set(b"89") else -1
+        # One spelling only: whatever else a tar header can say (links, devices, owners, long names) differs from this.
+        if length < 0 or header != _header(name, length):
+            raise _bad(path, f"member {name!r} is not a plain file as a bundle holds them")
+        padding = -length % _BLOCK
+        if offset + _BLOCK + length + padding > size:
             raise _bad(path, "the file is truncated")
+        if os.pread(fd, padding, offset + _BLOCK + length) != bytes(padding):
+            raise _bad(path, f"member {name!r} is followed by something")
         yield name, offset + _BLOCK, length
-        offset += _BLOCK + -(-length // _BLOCK) * _BLOCK
+        offset += _BLOCK + length + padding
     raise _bad(path, f"more than {_MAX_MEMBERS} members")
+
+
+def _header(name: str, length: int) -> bytes:
+    """The ustar header of a plain file with mode 0644, no owner and no time."""
+    block = bytearray(_BLOCK)
+    for at, text in ((0, name), (100, "0000644"), (108, "0000000"), (116, "0000000"), (124, f"{length:011o}"), (136, "0" * 11)):
+        block[at : at + len(text)] = text.encode("ascii")
+    block[156:157], block[257:265] = b"0", b"ustar\x0000"
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block[:_BLOCK])
 
 
 def _bad(path: str, reason: str) -> CorruptArtifactError:
@@ -270,5 +286,3 @@ def _all(archs: set[str] | None, current: bool) -> Iterator[Artifact]:
 def is_current(record: Record) -> bool:
     """Whether this package's own sources of the kernel are those that the record was made from."""
     return record.source == lookup.current_source(record.kernel)
-
-

@@ -9,52 +9,38 @@ whoever publishes next removes once their writer is dead. Readers take no lock a
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from tileops import env
 from tileops.config import Artifact, KernelConfig, Record
 from tileops.errors import CorruptArtifactError
-from tileops.store import files, notes
+from tileops.store import files, notes, places
 from tileops.store.files import Unusable
-from tileops.store.roots import KEY_NAME, RECORD_LIMIT, Fault, Miss, Root, check_artifact, decode_record, deep_fault, fault_kind, same_config
+from tileops.store.roots import (
+    KEY_NAME,
+    RECORD_LIMIT,
+    Fault,
+    Miss,
+    Root,
+    check_artifact,
+    decode_record,
+    deep_fault,
+    fault_kind,
+    same_config,
+)
 
 LAYOUT = "v1"
 RECORD = "record.json"
 CUBIN = "kernel.cubin"
 
+#: How often an entry is looked at when it is replaced or removed under the reader's hands.
+_TRIES = 4
+
 #: Purposes of hidden folders: being written, shadowed by a good entry, pruned.
 HIDDEN = ("staging", "bad", "gone")
-
-
-class Location(NamedTuple):
-    """Where the user cache is, or why there is none."""
-
-    path: str | None
-    reason: str | None
-
-
-def location() -> Location:
-    """The cache folder by TILEOPS_CACHE_DIR, else the platform's. Creates nothing."""
-    chosen = env.cache_dir()
-    if chosen is not None:
-        path = os.path.expanduser(chosen)
-        return Location(None, f"TILEOPS_CACHE_DIR={chosen}: there is no home folder") if path.startswith("~") else Location(os.path.abspath(path), None)
-    import platformdirs
-
-    try:
-        path = platformdirs.user_cache_dir("tileops", appauthor=False)
-    except (RuntimeError, KeyError, OSError) as error:
-        return Location(None, f"there is no home folder ({error}); set TILEOPS_CACHE_DIR")
-    # HOME unset and no passwd entry: "~" stays as it is, and a folder of that name would appear wherever the process runs.
-    if not os.path.isabs(path):
-        return Location(None, "there is no home folder; set TILEOPS_CACHE_DIR")
-    return Location(path, None)
 
 
 def compiler_tag(compiler: str) -> str:
@@ -83,7 +69,7 @@ class CacheRoot(Root):
     def opened(self, create: bool = False) -> Iterator[int]:
         """A descriptor of ``<cache>/v1``, checked. Raises OSError, or Unusable with the reason why it is refused."""
         if create:
-            make_private(self.path)
+            places.make_private(self.path)
         with files.folder(self.path, follow=True) as base:
             self._check(base, self.path)
             if create:
@@ -110,7 +96,7 @@ class CacheRoot(Root):
         except FileNotFoundError:
             return None if self.private else "the folder does not exist"  # a cache that nobody filled yet is no problem
         except (OSError, Unusable) as error:
-            return describe(error)
+            return files.describe(error)
 
     def get(self, config: KernelConfig, toolchain: str | None = None) -> Artifact:
         """With a ``toolchain`` (the installed compiler's name), entries of other compilers are a miss."""
@@ -123,11 +109,12 @@ class CacheRoot(Root):
             except (OSError, Unusable) as error:
                 if last or not isinstance(error, OSError) or error.errno not in files.TRANSIENT:
                     self._warn_refused(error)
-                    raise Miss(f"refused: {describe(error)}") from None
+                    raise Miss(f"refused: {files.describe(error)}") from None
         raise AssertionError("not reached")
 
     def _get(self, fd: int, config: KernelConfig, toolchain: str | None) -> Artifact:
         others: list[str] = []
+        # One open for the common case; a listing only where any compiler will do, or to explain a miss.
         if toolchain is not None:
             names = [f"{config.key}-{compiler_tag(toolchain)}"]
         else:
@@ -142,9 +129,9 @@ class CacheRoot(Root):
                     notes.count("bad_entries")
                     notes.warn_once((self.path, name), f"A cache entry is not used: {self.path}/{LAYOUT}/{name}: {miss}.")
                 continue
-            if same_config(artifact.record, config):
+            if same_config(artifact.record, config) and toolchain in (None, compiler_of(artifact.record)):
                 return artifact
-            reason = Miss("record is of another config", bad=True)
+            reason = Miss("record is of another config or compiler", bad=True)
         if toolchain is not None and not reason.bad:
             others = [name for name in self._names(fd, config.key) if name not in names]
         if others:
@@ -169,29 +156,36 @@ class CacheRoot(Root):
 
     def read_entry(self, fd: int, name: str) -> Artifact:
         """The verified artifact of one entry folder. Raises Miss; ``bad`` where something is there that must not be trusted."""
-        try:
-            return self._read_once(fd, name)
-        except OSError as error:
-            if error.errno not in files.TRANSIENT:
-                raise Miss(f"cannot be read: {describe(error)}", bad=error.errno not in files.SHORTAGE) from None
-        # Replaced or pruned under our hands, or a network file system that served a stale handle: one more look.
-        try:
-            return self._read_once(fd, name)
-        except FileNotFoundError as error:
-            if error.filename == name:
-                raise Miss("key not present") from None
-            raise Miss(f"{error.filename} is missing", bad=True, kind="missing") from None
-        except OSError as error:
-            raise Miss(f"cannot be read: {describe(error)}", bad=error.errno not in files.TRANSIENT) from None
+        reason = ""
+        for attempt in range(_TRIES):
+            try:
+                return self._read_once(fd, name)
+            except Miss as miss:
+                if miss.kind != "missing" or attempt:
+                    raise
+            except OSError as error:
+                if error.errno not in files.TRANSIENT:
+                    raise Miss(f"cannot be read: {files.describe(error)}", bad=error.errno not in files.SHORTAGE) from None
+                # Once may be the instant between two renames of a writer without exchange.
+                if isinstance(error, FileNotFoundError) and error.filename == name and attempt:
+                    raise Miss("key not present") from None
+                reason = files.describe(error)
+        raise Miss(f"cannot be read now: {reason}")
 
     def _read_once(self, fd: int, name: str) -> Artifact:
         # Both files through one descriptor of the folder: a record never meets the cubin of another writer.
         try:
             with files.folder(name, dir_fd=fd) as entry:
-                if self.private:
-                    files.owned(entry, "the entry")
-                record = decode_record(files.read_at(RECORD, entry, RECORD_LIMIT, self.private), RECORD)
-                cubin = files.read_at(CUBIN, entry, private=self.private)
+                try:
+                    if self.private:
+                        files.owned(entry, "the entry")
+                    record = decode_record(files.read_at(RECORD, entry, RECORD_LIMIT, self.private), RECORD)
+                    cubin = files.read_at(CUBIN, entry, private=self.private)
+                except FileNotFoundError as error:
+                    # Entries are renamed away before their files go: a file that is missing under the entry's own name was lost.
+                    if os.path.samestat(os.fstat(entry), os.stat(name, dir_fd=fd, follow_symlinks=False)):
+                        raise Miss(f"{error.filename} is missing", bad=True, kind="missing") from None
+                    raise
         except CorruptArtifactError as error:
             raise Miss(f"record: {error.data['reason']}", bad=True, kind=fault_kind(error)) from None
         except Unusable as error:
@@ -213,7 +207,7 @@ class CacheRoot(Root):
         except CorruptArtifactError as error:
             raise Miss(f"record: {error.data['reason']}", bad=True) from None
         except (OSError, Unusable) as error:
-            raise Miss(describe(error), bad=True) from None
+            raise Miss(files.describe(error), bad=True) from None
         if name != entry_name(record):
             raise Miss("record is of another config", bad=True)
         self._seen[name] = (identity, record)
@@ -239,7 +233,7 @@ class CacheRoot(Root):
             with self.opened() as fd:
                 return self.read_entry(fd, name)
         except (OSError, Unusable) as error:
-            raise Miss(f"refused: {describe(error)}") from None
+            raise Miss(f"refused: {files.describe(error)}") from None
 
     def verify(self) -> Iterator[Fault]:
         problem = self.problem()
@@ -253,7 +247,7 @@ class CacheRoot(Root):
         except FileNotFoundError:
             return
         except (OSError, Unusable) as error:
-            yield Fault(self.name, "unusable", "", self.path, describe(error))
+            yield Fault(self.name, "unusable", "", self.path, files.describe(error))
 
     def _verify_one(self, fd: int, name: str) -> Iterator[Fault]:
         path = os.path.join(self.path, LAYOUT, name)
@@ -267,20 +261,3 @@ class CacheRoot(Root):
         deep = deep_fault(artifact)
         if deep is not None:
             yield Fault(self.name, deep[0], name[:64], path, deep[1])
-
-
-def make_private(path: str) -> None:
-    """Creates the cache folder with mode 0700 where it is not there. Raises OSError."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        pass
-
-
-def describe(error: Exception) -> str:
-    """An error of the file system in words, without a traceback's noise."""
-    if isinstance(error, OSError) and error.errno is not None:
-        name = errno.errorcode.get(error.errno, str(error.errno))
-        return f"{os.strerror(error.errno)} ({name})" + (f": {error.filename}" if error.filename else "")
-    return str(error)

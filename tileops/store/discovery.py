@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tileops import env
-from tileops.store import notes
-from tileops.store.cache import LAYOUT, CacheRoot, location
+from tileops.store import notes, places
+from tileops.store.cache import LAYOUT, CacheRoot
 from tileops.store.memory import MemoryRoot
 from tileops.store.packaged import PackagedRoot
 from tileops.store.roots import Root
@@ -37,7 +37,7 @@ def iterate(policy: str) -> Iterator[Root]:
     for path in env.artifact_path():
         yield site_root(path)
     if policy != "packaged":
-        where = location()
+        where = places.location()
         if where.path is not None:
             yield _once(CacheRoot, "cache", f"user cache {where.path}", where.path)
         yield _once(MemoryRoot, "memory", "memory of this process", "")

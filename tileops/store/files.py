@@ -217,3 +217,11 @@ def exchange(first: str, second: str, dir_fd: int) -> bool:
         return False
     swap = 2  # RENAME_EXCHANGE
     return bool(rename(dir_fd, os.fsencode(first), dir_fd, os.fsencode(second), swap) == 0)
+
+
+def describe(error: Exception) -> str:
+    """An error of the file system in words, without a traceback's noise."""
+    if isinstance(error, OSError) and error.errno is not None:
+        name = errno.errorcode.get(error.errno, str(error.errno))
+        return f"{os.strerror(error.errno)} ({name})" + (f": {error.filename}" if error.filename else "")
+    return str(error)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tileops.store import files, notes
-from tileops.store.cache import LAYOUT, CacheRoot, describe, location
+from tileops.store import files, notes, places
+from tileops.store.cache import LAYOUT, CacheRoot
 
 FOLDER = ".locks"
 
@@ -42,7 +42,7 @@ def compile_lock(key: str, timeout: float = WAIT_SECONDS) -> Iterator[bool]:
 
 
 def _acquire(key: str, timeout: float) -> Any:
-    where = location()
+    where = places.location()
     if where.path is None:
         return None
     import filelock  # here: it costs more to import than the rest of the store, and a packaged hit needs none
@@ -63,7 +63,7 @@ def _acquire(key: str, timeout: float) -> Any:
         )
     except (OSError, NotImplementedError, RuntimeError, files.Unusable) as error:
         # ENOLCK, ENOTSUP, ENOSYS, a read-only or refused cache: duplicate work at worst.
-        notes.logger.debug("no compile lock: %s", describe(error))
+        notes.logger.debug("no compile lock: %s", files.describe(error))
     return None
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from tileops import catalog
 from tileops.config import Artifact, KernelConfig, Record, Value, source_digest
 from tileops.errors import MissingKernelError
-from tileops.store import cache, discovery, locks, notes, policies, publishing
+from tileops.store import discovery, locks, notes, places, policies, publishing
 from tileops.store.roots import Miss
 
 #: The installed compiler's name, None where there is none, or a function that finds out (called when the user cache is reached).
@@ -45,7 +45,7 @@ class Lookup:
     @cached_property
     def nearest(self) -> Record | None:
         """The record of the same kernel with the fewest differing fields, over all roots; reads indexes only."""
-        found = [record for root in discovery.roots() for record in root.entries() if record.kernel == self.config.kernel]
+        found = [record for root in discovery.roots() for record in root.matching(self.config.kernel, None, {})]
         return min(found, key=lambda r: (len(differing(self.config, r)), r.arch != self.config.arch, r.arch, r.key), default=None)
 
     @property
@@ -78,8 +78,8 @@ def find(config: KernelConfig, policy: str | None = None, toolchain: Toolchain =
         return Lookup(config, allowed, artifact, root.name, root.kind, tuple(trace))
     if allowed == "packaged":
         trace.append(Step("user cache", "miss", "not asked: the policy is packaged"))
-    elif cache.location().path is None:
-        trace.append(Step("user cache", "miss", cache.location().reason or "there is no cache folder"))
+    elif places.location().path is None:
+        trace.append(Step("user cache", "miss", places.location().reason or "there is no cache folder"))
     notes.count("misses")
     return Lookup(config, allowed, None, None, None, tuple(trace))
 
@@ -132,9 +132,8 @@ def matching(kernel: str, arch: str | None = None, *, policy: str | None = None,
     """
     found: dict[str, Record] = {}
     for root in discovery.iterate(policies.current(policy)):
-        for record in root.entries(arch):
-            if record.kernel == kernel and fields.items() <= record.config.items():
-                found.setdefault(record.key, record)
+        for record in root.matching(kernel, arch, fields):
+            found.setdefault(record.key, record)
     if current:
         source = current_source(kernel)
         found = {key: record for key, record in found.items() if record.source == source}
@@ -194,10 +193,20 @@ def _difference(name: str, values: tuple[Any, Any]) -> str:
 def fix_command(config: KernelConfig) -> str:
     """The command that puts ``config`` into the user cache."""
     values = {"Q": 256, "P": 64, "N": 128, "dtype": "bfloat16", **config.fields}
-    options = {"--chunk-size": values["Q"], "--head-dim": values["P"], "--d-state": values["N"], "--dtype": values["dtype"], "--arch": config.arch}
+    options = {
+        "--chunk-size": values["Q"],
+        "--head-dim": values["P"],
+        "--d-state": values["N"],
+        "--dtype": values["dtype"],
+        "--arch": config.arch,
+    }
     try:
         covered = catalog.for_model(
-            chunk_size=int(values["Q"]), head_dim=int(values["P"]), d_state=int(values["N"]), dtype=str(values["dtype"]), archs=[config.arch]
+            chunk_size=int(values["Q"]),
+            head_dim=int(values["P"]),
+            d_state=int(values["N"]),
+            dtype=str(values["dtype"]),
+            archs=[config.arch],
         )
     except ValueError:
         covered = []

@@ -5,7 +5,6 @@ The index is one file, parsed once per process and version of the file: a warm s
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 from tileops.config import SCHEMA, Artifact, KernelConfig, Record
 from tileops.errors import CorruptArtifactError
 from tileops.store import files, notes
-from tileops.store.roots import ARCH_NAME, Fault, Miss, Root, check_artifact, deep_fault, fault_kind, make_record, same_config
+from tileops.store.roots import ARCH_NAME, Fault, Miss, Root, check_artifact, deep_fault, fault_kind, make_record, same_config, unseal
 
 MANIFEST = "manifest.json"
 _LIMIT = 256 << 20
@@ -36,29 +35,27 @@ def load_manifest(folder: str) -> dict[str, Any]:
     known = _parsed.get(path)
     if known is not None and known[0] == identity:
         return known[1]
-    data = parse_manifest(files.read(path, _LIMIT), path, os.path.basename(folder))
-    _parsed[path] = (identity, data)
-    return data
+    data = parse_manifest(files.read(path, _LIMIT), path)
+    if data.get("arch") != os.path.basename(folder):
+        reason = f"arch {data.get('arch')!r} in the folder of {os.path.basename(folder)}"
+        raise CorruptArtifactError(f"{path}: {reason}.", path=path, reason=reason)
+    records: dict[str, Any] = data["records"]
+    _parsed[path] = (identity, records)
+    return records
 
 
-def parse_manifest(text: bytes, where: str, arch: str | None) -> dict[str, Any]:
-    """The records in a manifest's text. Raises CorruptArtifactError."""
+def parse_manifest(text: bytes, where: str) -> dict[str, Any]:
+    """A sealed manifest of this schema, with a table ``records``. Raises CorruptArtifactError."""
 
     def bad(reason: str) -> CorruptArtifactError:
         return CorruptArtifactError(f"{where}: {reason}.", path=where, reason=reason)
 
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise bad(f"not JSON ({error})") from None
-    if not isinstance(data, dict) or not isinstance(data.get("records"), dict):
+    data = unseal(text, where)
+    if not isinstance(data.get("records"), dict):
         raise bad("not a manifest")
     if data.get("schema") != SCHEMA:
         raise bad(f"schema {data.get('schema')!r}, this package reads {SCHEMA}")
-    if arch is not None and data.get("arch") != arch:
-        raise bad(f"arch {data.get('arch')!r} in the folder of {arch}")
-    records: dict[str, Any] = data["records"]
-    return records
+    return data
 
 
 @dataclass(frozen=True)
@@ -169,12 +166,20 @@ class PackagedRoot(Root):
             for each in self.archs() if arch is None else [arch]:
                 yield from (record for record, _ in self._records_of(each))
 
-    def _records_of(self, arch: str) -> Iterator[tuple[Record, str]]:
+    def matching(self, kernel: str, arch: str | None, fields: dict[str, Any]) -> Iterator[Record]:
+        # Chosen before they are checked: a manifest names hundreds of kernels, an op wants a few.
+        if self.problem() is None:
+            for each in self.archs() if arch is None else [arch]:
+                yield from (record for record, _ in self._records_of(each, kernel, fields))
+
+    def _records_of(self, arch: str, kernel: str | None = None, fields: dict[str, Any] | None = None) -> Iterator[tuple[Record, str]]:
         try:
             manifest = self._manifest(arch)
         except Miss:
             return
         for key, data in manifest.items():
+            if kernel is not None and not _has(data, kernel, fields or {}):
+                continue
             try:
                 yield self._record(data, key, os.path.join(self.path, arch)), f"{arch}/{key}"
             except Miss:
@@ -217,6 +222,12 @@ class PackagedRoot(Root):
         deep = deep_fault(artifact)
         if deep is not None:
             yield Fault(self.name, deep[0], key, path, deep[1])
+
+
+def _has(data: Any, kernel: str, fields: dict[str, Any]) -> bool:
+    """Whether an unchecked record is of this kernel and these values; False for what is no record."""
+    config = data.get("config") if isinstance(data, dict) and data.get("kernel") == kernel else None
+    return isinstance(config, dict) and all(config.get(name) == value for name, value in fields.items())
 
 
 def shared_writable(path: str) -> str | None:

@@ -18,7 +18,7 @@ _default: str | None = None
 _frozen = False
 
 
-class policy:  # noqa: N801 - used as a function: policy("cached")
+class policy:  # lower case: used as a function, policy("cached")
     """Sets where kernels may come from: ``auto``, ``cached`` or ``packaged``.
 
     Called, it sets the default of the process. In a ``with`` statement it holds for the block, in this thread (and tasks
@@ -73,7 +73,14 @@ def current(argument: str | None = None) -> str:
 def check(name: str) -> str:
     """``name``, if it is a policy that may be asked for now; else SettingError."""
     if name not in env.POLICIES:
-        raise SettingError(f"policy is {name!r}; expected one of {', '.join(env.POLICIES)}.", name="policy", value=name, expected=env.POLICIES)
+        raise SettingError(
+            f"policy is {name!r}; expected one of {', '.join(env.POLICIES)}.", name="policy", value=name, expected=env.POLICIES
+        )
     if _frozen and name == "auto":
-        raise SettingError("policy 'auto' was asked for after tileops.freeze(), which is final; use 'cached' or 'packaged'.", name="policy", value=name, expected=env.POLICIES[1:])
+        raise SettingError(
+            "policy 'auto' was asked for after tileops.freeze(), which is final; use 'cached' or 'packaged'.",
+            name="policy",
+            value=name,
+            expected=env.POLICIES[1:],
+        )
     return name

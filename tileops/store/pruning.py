@@ -6,8 +6,8 @@ import os
 import time
 from typing import NamedTuple
 
-from tileops.store import files
-from tileops.store.cache import CUBIN, HIDDEN, LAYOUT, CacheRoot, describe, location
+from tileops.store import files, places
+from tileops.store.cache import CUBIN, HIDDEN, LAYOUT, CacheRoot
 from tileops.store.files import Unusable
 
 
@@ -30,7 +30,7 @@ def prune(max_bytes: int | None = None, older_than_seconds: float | None = None)
         older_than_seconds: entries not used for this long are removed. Used: the later of written and last read, as far as
             the file system keeps the latter (``relatime`` does, to a day).
     """
-    where = location()
+    where = places.location()
     if where.path is None:
         return Pruned(0, 0, 0, 0, 0, where.reason)
     root = CacheRoot("cache", "cache", where.path)
@@ -44,7 +44,7 @@ def prune(max_bytes: int | None = None, older_than_seconds: float | None = None)
     except FileNotFoundError:
         return Pruned(0, 0, 0, 0, 0)
     except (OSError, Unusable) as error:
-        return Pruned(0, 0, 0, 0, 0, describe(error))
+        return Pruned(0, 0, 0, 0, 0, files.describe(error))
 
 
 def _entries(root: CacheRoot, fd: int) -> list[tuple[float, int, str]]:

@@ -12,10 +12,10 @@ import os
 from dataclasses import dataclass
 
 from tileops.config import Artifact
-from tileops.store import files, memory, notes
-from tileops.store.cache import CUBIN, HIDDEN, LAYOUT, RECORD, CacheRoot, describe, entry_name, location
+from tileops.store import files, memory, notes, places
+from tileops.store.cache import CUBIN, HIDDEN, LAYOUT, RECORD, CacheRoot, entry_name
 from tileops.store.files import Unusable
-from tileops.store.roots import Miss, same_config
+from tileops.store.roots import Miss, same_config, seal
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def publish(artifact: Artifact) -> Published:
             the answer, warned of once each.
     """
     artifact.check(str(artifact.record.config_object()))
-    where = location()
+    where = places.location()
     if where.path is None:
         return _kept(artifact, where.reason or "there is no cache folder", "")
     root = CacheRoot("cache", f"cache {where.path}", where.path)
@@ -46,7 +46,7 @@ def publish(artifact: Artifact) -> Published:
             files.sweep(os.path.join(where.path, LAYOUT), *HIDDEN)
             reason = _publish(root, fd, artifact)
     except (OSError, Unusable) as error:
-        return _kept(artifact, describe(error), where.path)
+        return _kept(artifact, files.describe(error), where.path)
     notes.count("published")
     memory.forget(artifact.record.key)
     return Published(True, os.path.join(where.path, LAYOUT, entry_name(artifact.record)), reason)
@@ -73,7 +73,7 @@ def _publish(root: CacheRoot, fd: int, artifact: Artifact) -> str:
     try:
         with files.folder(staging, dir_fd=fd) as entry:
             files.write(CUBIN, artifact.cubin, dir_fd=entry)
-            files.write(RECORD, artifact.record.to_json().encode(), dir_fd=entry)
+            files.write(RECORD, seal(artifact.record.to_dict()), dir_fd=entry)
             # Flushed before the rename: after a power cut the name must not lead to files without their bytes.
             files.flush_folder(entry)
         try:
@@ -115,7 +115,5 @@ def _rename(root: CacheRoot, fd: int, staging: str, name: str, artifact: Artifac
 def _is_good(root: CacheRoot, fd: int, name: str, artifact: Artifact) -> bool:
     try:
         return same_config(root.read_entry(fd, name).record, artifact.record.config_object())
-    except Miss as miss:
-        if not miss.bad and "key not present" not in str(miss):
-            raise Unusable(str(miss)) from None  # it may be good; this process cannot tell now
+    except Miss:
         return False

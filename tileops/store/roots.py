@@ -6,6 +6,7 @@ raise for what is on disk; nothing here writes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from tileops.errors import CorruptArtifactError
 from tileops.store import elf, notes
 
 RECORD_LIMIT = 1 << 20
+_SEAL = "sha256"
 KEY_NAME = re.compile(r"[0-9a-f]{64}\Z")
 ARCH_NAME = re.compile(r"sm_\d+[a-z]?\Z")
 
@@ -82,6 +84,10 @@ class Root:
         """Every readable record (of one arch)."""
         return (record for record, _ in self.records() if arch is None or record.arch == arch)
 
+    def matching(self, kernel: str, arch: str | None, fields: dict[str, Any]) -> Iterator[Record]:
+        """Readable records of one kernel whose config has these values (of one arch)."""
+        return (record for record in self.entries(arch) if record.kernel == kernel and fields.items() <= record.config.items())
+
     def read(self, key: str) -> Artifact:
         """The verified artifact of ``key``. Raises Miss."""
         reason = "key not present"
@@ -94,13 +100,32 @@ class Root:
         raise Miss(reason)
 
 
-def decode_record(text: bytes, where: str) -> Record:
-    """Raises CorruptArtifactError for whatever is no record of this schema."""
+def seal(data: dict[str, Any]) -> bytes:
+    """Canonical JSON with one more field at its end, ``sha256``: the digest of every byte before that field.
+
+    Without it a flipped bit in a launch field (``B * H`` and ``B + H`` are one bit apart) would go unnoticed.
+    """
+    body = canonical_json(data)[:-1]
+    return f'{body},"{_SEAL}":"{hashlib.sha256(body.encode()).hexdigest()}"}}'.encode()
+
+
+def unseal(text: bytes, where: str) -> dict[str, Any]:
+    """What was sealed. Raises CorruptArtifactError for anything else."""
+    body, mark, rest = text.rpartition(f',"{_SEAL}":"'.encode())
+    if not mark or rest != hashlib.sha256(body).hexdigest().encode() + b'"}':
+        raise CorruptArtifactError(
+            f"{where}: its bytes do not match its own digest.", path=where, reason="its bytes do not match its own digest"
+        )
     try:
-        data = json.loads(text)
+        data: dict[str, Any] = json.loads(body + b"}")
     except (ValueError, RecursionError) as error:
         raise CorruptArtifactError(f"{where}: not JSON ({error}).", path=where, reason="not JSON") from None
-    return make_record(data, where)
+    return data
+
+
+def decode_record(text: bytes, where: str) -> Record:
+    """A sealed record. Raises CorruptArtifactError for whatever is none of this schema."""
+    return make_record(unseal(text, where), where)
 
 
 def make_record(data: Any, where: str) -> Record:

@@ -11,12 +11,12 @@ import os
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from tileops.config import SCHEMA, Artifact, KernelConfig, Record, canonical_json
+from tileops.config import SCHEMA, Artifact, KernelConfig, Record
 from tileops.errors import CorruptArtifactError
 from tileops.store import files
 from tileops.store.cache import compiler_of
 from tileops.store.packaged import MANIFEST, PackagedRoot, load_manifest
-from tileops.store.roots import Miss, check_artifact, decode_record, make_record, same_config
+from tileops.store.roots import Miss, check_artifact, decode_record, make_record, same_config, seal
 
 STAGING = ".build"
 DIGESTS = "digests.json"
@@ -51,7 +51,7 @@ class PackagedWriter:
         files.make_shared(staging)
         # The record last: a cubin without one is not there, so a build killed in between makes it again.
         files.replace(os.path.join(staging, f"{record.key}.cubin"), artifact.cubin)
-        files.replace(os.path.join(staging, f"{record.key}.json"), record.to_json().encode())
+        files.replace(os.path.join(staging, f"{record.key}.json"), seal(record.to_dict()))
 
     def finish(self, keep: Iterable[str] | None = None) -> Written:
         """Publishes what is staged together with what the manifests name already.
@@ -98,7 +98,7 @@ class PackagedWriter:
             except FileNotFoundError:
                 pass  # it is in place already: from an earlier build, or one killed right here
         manifest = {"schema": SCHEMA, "arch": arch, "records": {key: records[key].to_dict() for key in sorted(records)}}
-        files.replace(os.path.join(folder, MANIFEST), (canonical_json(manifest) + "\n").encode())
+        files.replace(os.path.join(folder, MANIFEST), seal(manifest))
         files.remove(staging)
         files.sweep(folder, MANIFEST)
         for key in _names(folder, ".cubin"):
@@ -154,9 +154,7 @@ class PackagedWriter:
             names = os.listdir(self.root)
         except FileNotFoundError:
             return []
-        return sorted(
-            n for n in names if os.path.isdir(self._staging(n)) or os.path.isfile(os.path.join(self.root, n, MANIFEST))
-        )
+        return sorted(n for n in names if os.path.isdir(self._staging(n)) or os.path.isfile(os.path.join(self.root, n, MANIFEST)))
 
     def _staging(self, arch: str) -> str:
         return os.path.join(self.root, arch, STAGING)

@@ -1,0 +1,75 @@
+"""The GPUs of this machine, over tileops.driver; no torch. Imports nothing of CUDA until it is asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from tileops import catalog
+from tileops.cli._exit import UsageError
+from tileops.errors import DriverError, IncompatibleArtifactError
+
+if TYPE_CHECKING:
+    from tileops.driver import DeviceInfo
+
+#: Driver errors that mean «no GPU here», not «something is wrong with it».
+_NONE = ("IMPORT", "NO_DRIVER", "CUDA_ERROR_NO_DEVICE")
+
+
+class Place(NamedTuple):
+    """Where kernels are to run: archs that will do, best first, and the GPU whose limits are compared (None: not one of this machine)."""
+
+    archs: tuple[str, ...]
+    gpu: DeviceInfo | None
+
+
+def present() -> tuple[list[DeviceInfo], str]:
+    """The visible GPUs; where there are none, the reason. Raises DriverError where the driver is there and refuses."""
+    from tileops import driver
+
+    found: list[DeviceInfo] = []
+    while True:
+        try:
+            found.append(driver.device_info(len(found)))
+        except DriverError as error:
+            name = error.data.get("name")
+            if found and name == "CUDA_ERROR_INVALID_DEVICE":
+                return found, ""
+            if name in _NONE:
+                return [], "no GPU is visible" if name == "CUDA_ERROR_NO_DEVICE" else str(error).rstrip(".")
+            raise
+
+
+def places(chosen: tuple[str, ...] | None) -> list[Place]:
+    """The archs of --arch; without it, those of the GPUs present.
+
+    Raises:
+        UsageError: no --arch, and no GPU.
+        IncompatibleArtifactError: no arch of this package runs on a GPU that is here.
+        DriverError: the driver refuses.
+    """
+    if chosen is not None:
+        return [Place((arch,), None) for arch in chosen]
+    gpus, reason = present()
+    if not gpus:
+        raise UsageError(f"Say --arch, of {', '.join(catalog.ARCHS)}: {reason}.")
+    found: dict[tuple[object, ...], Place] = {}
+    for info in gpus:
+        archs = catalog.archs_for(*info.capability)
+        if not archs:
+            raise unsupported(info)
+        found.setdefault((info.capability, info.max_smem), Place(archs, info))
+    return list(found.values())
+
+
+def unsupported(info: DeviceInfo) -> IncompatibleArtifactError:
+    """The error for a GPU that no arch of this package runs on."""
+    major, minor = info.capability
+    return IncompatibleArtifactError(
+        f"GPU {info.ordinal} is a {info.name} (compute capability {major}.{minor}), and kernels exist for {', '.join(catalog.ARCHS)} only.",
+        key=None,
+        arch=None,
+        gpu=info.name,
+        capability=info.capability,
+        driver=info.driver,
+        needs="a supported arch",
+    )
