@@ -15,8 +15,7 @@ help:
 	@echo "make wheel     the distribution, with the kernels that artifacts/ holds, in dist/"
 	@echo "make clean     everything that these commands made, except $(VENV) and artifacts/"
 
-# The stamp is written last: an installation that broke half way is taken up again. Another Python, another path, or
-# other dependencies make it anew.
+# The stamp is written last: an installation that broke half way is taken up again. Changed dependencies are installed anew.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and "Python %d.%d is too old: 3.10 or later is needed (make PYTHON=...)" % v[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,8 +34,8 @@ test-gpu: $(READY)
 	@$(BIN)/python -m pytest -m gpu
 
 lint: $(READY)
-	@$(BIN)/ruff check .
-	@$(BIN)/mypy
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m mypy
 
 kernels: $(READY)
 	@$(BIN)/python -m build_kernels --jobs $(JOBS)

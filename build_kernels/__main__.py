@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from build_kernels import building, matrix, pool
+from build_kernels import building, matrix
 from tileops import catalog, compiler
+from tileops.compiler import pool
 
 ARTIFACTS = Path(__file__).resolve().parents[1] / "artifacts"
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 
-from build_kernels import pool
 from tileops import catalog, compiler, store
-from tileops.config import KernelConfig, Record, source_digest
+from tileops.compiler import pool
+from tileops.config import Artifact, KernelConfig, Record, source_digest
 from tileops.errors import CorruptArtifactError
 from tileops.store.packaged import PackagedRoot
 
@@ -75,7 +76,7 @@ def _build(report: Report, out: Path, jobs: int, timeout: float, complete: bool,
     absent: list[KernelConfig] = []
     for config in configs:
         (report.present if writer.has(config, toolchain) else absent).append(config)
-    _run(report, absent, str(out), jobs, timeout, stream)
+    _run(report, absent, functools.partial(_compile_into, str(out)), jobs, timeout, stream)
     _publish(writer, report, complete)
 
 
@@ -85,7 +86,7 @@ def check(configs: Sequence[KernelConfig], out: Path, *, jobs: int, timeout: flo
     report = Report(list(configs))
     known = _digests(out)
     report.missing = [config for config in configs if config.key not in known]
-    _run(report, [config for config in configs if config.key in known], None, jobs, timeout, stream)
+    _run(report, [config for config in configs if config.key in known], compiler.build, jobs, timeout, stream)
     report.differing = [outcome for outcome in report.built if outcome.sha256 != known[outcome.config.key]]
     return report
 
@@ -120,11 +121,25 @@ def _is_current(record: Record) -> bool:
     return record.kernel in catalog.KERNELS and record.source == source_digest(record.kernel)
 
 
-def _run(report: Report, configs: Sequence[KernelConfig], out: str | None, jobs: int, timeout: float, stream: TextIO | None) -> None:
+def _compile_into(out: str, config: KernelConfig) -> Artifact:
+    """In a worker: compiles, and stages the artifact, flushed, before it is reported."""
+    artifact = compiler.build(config)
+    store.PackagedWriter(out).add(artifact)
+    return artifact
+
+
+def _run(
+    report: Report,
+    configs: Sequence[KernelConfig],
+    make: Callable[[KernelConfig], Artifact],
+    jobs: int,
+    timeout: float,
+    stream: TextIO | None,
+) -> None:
     if not configs:
         return
     try:
-        with Progress(len(configs), stream) as progress, closing(pool.run(configs, min(jobs, len(configs)), out, timeout)) as outcomes:
+        with Progress(len(configs), stream) as progress, closing(pool.run(configs, min(jobs, len(configs)), make, timeout)) as outcomes:
             for outcome in outcomes:
                 (report.failed if outcome.error else report.built).append(outcome)
                 progress.step(outcome)

@@ -147,7 +147,8 @@ def error(found: Tensor, expected: Tensor) -> float:
 def prepare(arch: str, jobs: int | None) -> tuple[list[KernelConfig], bool]:
     """Builds what artifacts/ lacks, and says of each kernel where it would come from. False: one is missing or damaged."""
     sys.path.insert(0, str(ROOT))
-    from build_kernels import building, matrix, pool
+    from build_kernels import building, matrix
+    from tileops.compiler import pool
 
     configs = matrix.select(MODEL.kernels([arch]), WANTED)
     start = time.perf_counter()

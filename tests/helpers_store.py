@@ -113,6 +113,16 @@ def finish(child: subprocess.Popen[str]) -> Any:
     return json.loads(out.splitlines()[-1]) if out.strip() else None
 
 
+def gather(children: list[subprocess.Popen[str]]) -> list[Any]:
+    """What children that run at the same time report; none outlives a failure of another."""
+    try:
+        return [finish(child) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file under a folder, by relative path: to show that nothing changed or that two folders are the same."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -29,6 +29,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "ops": ({"store", "driver", "targets"}, {"torch"}),
     "mamba": ({"ops"}, {"torch"}),
     "cli": ({"store"}, set()),
+    "__main__": ({"cli"}, set()),
     "artifacts": (set(), set()),
     "": (set(), set()),  # tileops/__init__.py
 }

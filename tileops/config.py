@@ -146,8 +146,13 @@ class Record:
             params = tuple(Param(**p) for p in data["params"])
         except TypeError as error:
             raise bad(f"params: {error}") from None
+        for name in expected[int]:
+            if data[name] < 0:
+                raise bad(f"{name} is negative")
+        if not all(isinstance(v, (str, int, bool)) for v in data["config"].values()):
+            raise bad("config holds a value that is neither text nor an integer")
         for p in params:
-            if p.kind not in ("pointer", "int32", "int64", "float32") or not isinstance(p.bind, str):
+            if not isinstance(p.name, str) or p.kind not in ("pointer", "int32", "int64", "float32") or not isinstance(p.bind, str):
                 raise bad(f"param {p.name!r} has kind {p.kind!r}")
         if len(data["grid"]) != 3 or not all(isinstance(g, str) for g in data["grid"]):
             raise bad("grid is not three expressions")

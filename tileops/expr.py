@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 
 from tileops.errors import CorruptArtifactError
 
+#: A hostile record could nest deeper than the interpreter's stack.
+_LONGEST = 500
+
 _FUNCTIONS: dict[str, Callable[[int, int], int]] = {"ceildiv": lambda a, b: -(-a // b), "min": min, "max": max}
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: lambda a, b: a + b,
@@ -24,6 +27,10 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> Callable[[Mapping[str, int]], int]:
     """The expression as a function of a name -> value mapping. Raises CorruptArtifactError for anything outside the grammar."""
+    if len(text) > _LONGEST:
+        raise CorruptArtifactError(
+            f"expression of {len(text)} characters: no record has one over {_LONGEST}.", path="record", reason="grammar"
+        )
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

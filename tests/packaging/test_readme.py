@@ -39,7 +39,12 @@ def test_files_and_folders_exist(name):
 
 
 def test_commands_are_understood():
-    verbs = {line.split()[2] for block in blocks(TEXTS["README.md"], "console") for line in block.splitlines() if re.match(r"\$ tileops [a-z]", line)}
+    verbs = {
+        line.split()[2]
+        for block in blocks(TEXTS["README.md"], "console")
+        for line in block.splitlines()
+        if re.match(r"\$ tileops [a-z]", line)
+    }
     assert {"doctor", "warm", "list"} <= verbs
     for verb in sorted(verbs):
         line = [sys.executable, "-c", "import sys; from tileops.cli import main; sys.exit(main(sys.argv[1:]))", verb, "--help"]

@@ -38,16 +38,11 @@ def race(place, *arguments, count=PROCESSES, scenario=WANTS):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     children = [subprocess.Popen(command, env=env, text=True, **pipes) for _ in range(count)]
     for child in children:
-        assert child.stdout.readline() == "ready\n", child.stderr.read()
+        assert child.stdout.readline() == "ready\n"
     for child in children:
         child.stdin.write("go\n")
         child.stdin.flush()
-    answers = []
-    for child in children:
-        out, err = child.communicate(timeout=120)
-        assert (child.returncode, err) == (0, "")
-        answers.append(json.loads(out))
-    return answers
+    return h.gather(children)
 
 
 def compiles(place):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import time
@@ -136,7 +135,6 @@ import time
 configs = [config(P=16 * (n + 1)) for n in range(4)]
 right = {c.key: artifact(c) for c in configs}
 hits = misses = 0
-print("ready", flush=True)
 until = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < until:
     for c in configs:
@@ -152,7 +150,6 @@ report(hits=hits, misses=misses)
 WRITES = """
 import time
 configs = [config(P=16 * (n + 1)) for n in range(4)]
-print("ready", flush=True)
 until = time.monotonic() + float(sys.argv[1])
 stored = 0
 while time.monotonic() < until:
@@ -165,7 +162,6 @@ report(stored=stored)
 
 PRUNES = """
 import time
-print("ready", flush=True)
 until = time.monotonic() + float(sys.argv[1])
 removed = 0
 while time.monotonic() < until:
@@ -179,13 +175,7 @@ report(removed=removed)
 def test_beside_readers_and_writers(memory_disk, fault):
     env = h.environment(memory_disk / "cache")
     children = [h.start(text, "2", env=env) for text in (READS % "", READS % "", WRITES, WRITES, PRUNES, PRUNES)]
-    for child in children:
-        assert child.stdout.readline() == "ready\n", child.stderr.read()
-    answers = []
-    for child in children:
-        out, err = child.communicate(timeout=120)
-        assert (child.returncode, err) == (0, ""), err
-        answers.append(json.loads(out))
+    answers = h.gather(children)
     assert [w for answer in answers for w in answer["warnings"]] == []
     hits = sum(a["hits"] for a in answers[:2])
     assert hits > 0 and sum(a["misses"] for a in answers[:2]) > 0
@@ -205,7 +195,6 @@ def test_writers_that_replace_under_readers(memory_disk, fault):
 import time
 from tileops.store.cache import entry_name
 configs = [config(P=16 * (n + 1)) for n in range(4)]
-print("ready", flush=True)
 until = time.monotonic() + float(sys.argv[1])
 replaced = 0
 while time.monotonic() < until:
@@ -221,11 +210,7 @@ report(replaced=replaced)
 """
     reads = READS % ', "cubin has 2999 bytes"'
     children = [h.start(text, "2", env=env) for text in (reads, reads, damages)]
-    answers = []
-    for child in children:
-        out, err = child.communicate(timeout=120)
-        assert (child.returncode, err) == (0, ""), err
-        answers.append(json.loads(out.splitlines()[-1]))
+    answers = h.gather(children)
     assert answers[2]["replaced"] > 0
     assert sum(a["hits"] for a in answers[:2]) > 0
     assert all(len(a["warnings"]) <= 4 for a in answers[:2]), "each bad entry is warned of once"

@@ -23,7 +23,7 @@ from tileops.errors import TileOpsError
 VERBS = {
     "doctor": "doctor",
     "warm": "warm",
-    "list": "list",
+    "list": "list_",  # a module called list would hide the builtin in this one
     "explain": "explain",
     "verify": "verify",
     "prune": "prune",

@@ -35,7 +35,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--chunk-size", metavar="Q", type=int, help=f"chunk length: {catalog.describe(catalog.CHUNK_LENGTHS)}")
     group.add_argument("--head-dim", metavar="P", type=int, help=f"size of a head: {catalog.describe(catalog.HEAD_DIMS)}")
     group.add_argument("--d-state", metavar="N", type=int, help=f"size of the state: {catalog.describe(catalog.STATE_DIMS)}")
-    group.add_argument("--dtype", type=dtype, metavar="DTYPE", help="of x, B and C: bfloat16 or float16 (default: the model's own; bfloat16)")
+    group.add_argument("--dtype", type=dtype, metavar="DTYPE", help="bfloat16 or float16 (default: the model's own, else bfloat16)")
     parser.epilog = f"{presets_help()}\n\n{parser.epilog or ''}"
 
 
@@ -97,7 +97,7 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
 
 def add_root(parser: argparse.ArgumentParser) -> None:
     """--root ROOT."""
-    parser.add_argument("--root", metavar="ROOT", help="only roots of this kind (packaged, site, cache), or whose name or path has this in it")
+    parser.add_argument("--root", metavar="ROOT", help="only roots of this kind (packaged, site, cache) or with this in the name")
 
 
 def matching_roots(roots: Iterable[Root], wanted: str | None) -> list[Root]:

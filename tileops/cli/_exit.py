@@ -42,7 +42,7 @@ _OF_ERROR: tuple[tuple[type[BaseException], int], ...] = (
 #: What the kinds of ``tileops.store.Fault`` mean: a root that is refused, or not there, serves nothing but is not damaged.
 _OF_FAULT = {"missing": MISSING, "unusable": MISSING, "corrupt": CORRUPT, "schema": INCOMPATIBLE, "arch": INCOMPATIBLE}
 
-_WORST_FIRST = (CORRUPT, INCOMPATIBLE, USAGE, MISSING, FINE)
+WORST_FIRST = (CORRUPT, INCOMPATIBLE, USAGE, MISSING, FINE)
 
 
 def of_error(error: BaseException) -> int:
@@ -55,6 +55,15 @@ def of_fault(kind: str) -> int:
     return _OF_FAULT.get(kind, CORRUPT)
 
 
+def remedy(root_kind: str, fault_kind: str) -> str:
+    """What mends a fault of a root: both kinds as the store names them."""
+    if fault_kind == "unusable":
+        return "make the folder what the reason asks for, or point elsewhere"
+    if root_kind == "cache":
+        return "tileops warm replaces it; tileops prune --max-size 0 empties the cache"
+    return {"packaged": "reinstall the package", "site": "copy or import it again"}.get(root_kind, "make it again")
+
+
 def worst(statuses: Iterable[int]) -> int:
     """The one status of several findings: corrupt, then incompatible, usage, missing."""
-    return min(statuses, key=_WORST_FIRST.index, default=FINE)
+    return min(statuses, key=WORST_FIRST.index, default=FINE)

@@ -11,8 +11,12 @@ from tileops.errors import DriverError, IncompatibleArtifactError
 if TYPE_CHECKING:
     from tileops.driver import DeviceInfo
 
-#: Driver errors that mean «no GPU here», not «something is wrong with it».
-_NONE = ("IMPORT", "NO_DRIVER", "CUDA_ERROR_NO_DEVICE")
+#: Driver errors that mean «no GPU here», not «something is wrong with it», in few words.
+_NONE = {
+    "IMPORT": "cuda-bindings cannot be imported",
+    "NO_DRIVER": "there is no NVIDIA driver (libcuda is not found)",
+    "CUDA_ERROR_NO_DEVICE": "no GPU is visible",
+}
 
 
 class Place(NamedTuple):
@@ -26,17 +30,14 @@ def present() -> tuple[list[DeviceInfo], str]:
     """The visible GPUs; where there are none, the reason. Raises DriverError where the driver is there and refuses."""
     from tileops import driver
 
-    found: list[DeviceInfo] = []
-    while True:
-        try:
-            found.append(driver.device_info(len(found)))
-        except DriverError as error:
-            name = error.data.get("name")
-            if found and name == "CUDA_ERROR_INVALID_DEVICE":
-                return found, ""
-            if name in _NONE:
-                return [], "no GPU is visible" if name == "CUDA_ERROR_NO_DEVICE" else str(error).rstrip(".")
+    try:
+        count = driver.device_count()
+    except DriverError as error:
+        name = error.data.get("name")
+        if name not in _NONE:
             raise
+        return [], _NONE[name]
+    return [driver.device_info(ordinal) for ordinal in range(count)], "" if count else _NONE["CUDA_ERROR_NO_DEVICE"]
 
 
 def places(chosen: tuple[str, ...] | None) -> list[Place]:

@@ -41,9 +41,8 @@ def table(rows: Sequence[Sequence[object]], right: Iterable[int] = (), indent: s
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     aligned = set(right)
-    return [
-        (indent + "  ".join(c.rjust(w) if i in aligned else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths)))).rstrip() for row in cells
-    ]
+    padded = [[c.rjust(w) if i in aligned else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))] for row in cells]
+    return [(indent + "  ".join(row)).rstrip() for row in padded]
 
 
 def size(count: int) -> str:

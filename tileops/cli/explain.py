@@ -1,94 +1,188 @@
-"""Tells root by root why a kernel is found or not, without compiling or raising.
+"""Looks kernels up as an op would, and tells root by root why each was found or not; compiles nothing.
 
-    tileops explain chunk_scan Q=256 P=64 N=128 dtype=bfloat16 dt_dtype=float32 aligned=true --arch sm_90a
-    tileops explain --model mamba2-130m --arch sm_90a
+A kernel with all its FIELD=VALUE words is told in full; with fewer, every variant in brief; with a model, all its kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tileops.cli import MISSING, OK, Usage, _output, _select
+from tileops import catalog
+from tileops.cli import _arguments, _exit, _output
 
 if TYPE_CHECKING:
-    from tileops.config import KernelConfig
-    from tileops.store import Lookup
+    from tileops.cli._wanted import Looked, Wanted
+    from tileops.config import Value
 
 HELP = "why a kernel is found or not, root by root"
 
+#: A partial config that leaves more open than this was not meant.
+_MOST = 100
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kernel", nargs="?", help="kernel name; without it, all kernels of a model")
-    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help="its compile-time values; absent ones: all")
-    _select.add_model_arguments(parser)
-    parser.add_argument("--policy", choices=("auto", "cached", "packaged"), help="as if under this policy")
+    parser.add_argument("kernel", nargs="?", metavar="KERNEL", help=f"one of {', '.join(catalog.KERNELS)}")
+    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help="its compile-time values")
+    _arguments.add_model(parser)
+    _arguments.add_arch(parser, "those of the GPUs present")
+    parser.usage = (
+        "tileops explain KERNEL [FIELD=VALUE ...] [--arch A,B] [--json]\n"
+        "       tileops explain (--model NAME | --config FILE | values) [--arch A,B] [--json]\n"
+        "example: tileops explain recurrent P=64 N=128 dtype=bf16 tied=true --arch sm_90a"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    from tileops import compiler, store
+    from tileops import compiler
+    from tileops.cli import _wanted
 
-    archs = _select.archs(args)
-    if args.kernel is None:
-        configs = _select.kernels(args, archs)
-    elif _select.has_model(args):
-        raise Usage("give a kernel with its fields, or a model, not both")
-    else:
-        configs = _named(args.kernel, args.fields, archs)
-    lookups = [store.find(config, args.policy, toolchain=compiler.toolchain_name) for config in configs]
-    missing = [lookup for lookup in lookups if lookup.artifact is None]
-    brief = len(lookups) > 8
-    lines = [text for lookup in lookups for text in _lines(lookup, brief)]
-    lines.append(f"{len(lookups) - len(missing)} of {len(lookups)} kernels found")
-    _output.emit(args.json, {"found": len(lookups) - len(missing), "kernels": [_data(lookup) for lookup in lookups]}, "\n".join(lines))
-    return MISSING if missing else OK
-
-
-def _named(kernel: str, texts: list[str], archs: list[str]) -> list[KernelConfig]:
-    from tileops import catalog
-
-    if kernel not in catalog.KERNELS:
-        raise Usage(f"there is no kernel {kernel!r}; kernels: {', '.join(catalog.KERNELS)}")
-    given: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        allowed = catalog.KERNELS[kernel].get(name)
-        if not equals or allowed is None:
-            raise Usage(f"{text!r}: expected FIELD=VALUE with a field of {', '.join(catalog.KERNELS[kernel])}")
-        matching = [v for v in allowed if str(v).lower() == value.lower()]
-        if not matching:
-            raise Usage(f"{kernel} does not support {name}={value}; supported: {catalog.describe(allowed)}")
-        given[name] = matching[0]
-    return [catalog.config(kernel, arch, **values) for arch in archs for values in catalog.expand(kernel, given)]
-
-
-def _lines(lookup: Lookup, brief: bool) -> list[str]:
-    from tileops import store
-
-    if brief and lookup.artifact is not None:
-        return [f"hit   {lookup.config}  {lookup.root}"]
-    lines = [str(lookup.config)]
-    lines += [f"  {line}" for line in store.trace_lines(lookup)]
-    if lookup.artifact is None:
-        if lookup.nearest is not None:
-            lines.append(f"  nearest: {lookup.nearest.config_object()}")
-            lines += [f"    {name}: asked for {wanted}, it has {has}" for name, (wanted, has) in lookup.differs.items()]
-        lines.append(f"  run: {store.fix_command(lookup.config)}")
-    return lines
-
-
-def _data(lookup: Lookup) -> dict[str, Any]:
-    from tileops import store
-
-    nearest = lookup.nearest if lookup.artifact is None else None
-    return {
-        "key": lookup.config.key,
-        "config": lookup.config.as_dict(),
-        "policy": lookup.policy,
-        "found": lookup.artifact is not None,
-        "root": lookup.root,
-        "trace": [step._asdict() for step in lookup.trace],
-        "nearest": nearest.key if nearest is not None else None,
-        "differs": lookup.differs if nearest is not None else {},
-        "command": None if lookup.artifact is not None else store.fix_command(lookup.config),
+    if (args.kernel is None) == (not _arguments.models_of(args)):
+        raise _exit.UsageError("Say either a kernel with FIELD=VALUE words, or a model (--model, --config, or explicit values).")
+    wanted = _wanted.of_models(args) if args.kernel is None else _of_kernel(args)
+    looked = [_wanted.look(one) for one in wanted]
+    missing = [one for one in looked if one.lookup.artifact is None]
+    refused = any(one.refused for one in looked)
+    status = _exit.worst([_exit.INCOMPATIBLE if refused else _exit.FINE, _exit.MISSING if missing else _exit.FINE])
+    found, reason = compiler.toolchain.find()
+    then = _then(looked[0].lookup.policy, found.name if found else None, reason)
+    data = {
+        "status": status,
+        "policy": looked[0].lookup.policy,
+        "kernels": [_data(one) for one in looked],
+        "a_miss_would": then,
+        "commands": _wanted.fixes(missing),
     }
+    _output.emit(args, data, _one(looked[0], then) if len(looked) == 1 else _brief(looked, missing, then))
+    return status
+
+
+def _of_kernel(args: argparse.Namespace) -> list[Wanted]:
+    from tileops.cli import _gpus, _wanted
+
+    known = catalog.KERNELS.get(args.kernel)
+    if known is None:
+        raise _exit.UsageError(f"Kernel {args.kernel!r} does not exist; expected one of {', '.join(catalog.KERNELS)}.")
+    partial = dict(_field(args.kernel, known, word) for word in args.fields)
+    combinations = catalog.expand(args.kernel, partial)
+    if len(combinations) > _MOST:
+        left = ", ".join(name for name in known if name not in partial)
+        raise _exit.UsageError(f"{len(combinations)} kernels are meant; say more of {left}.")
+    found = []
+    for place in _gpus.places(args.arch):
+        configs = [catalog.config(args.kernel, place.archs[0], **values) for values in combinations]
+        found += _wanted.for_place(configs, place)
+    return found
+
+
+def _field(kernel: str, known: dict[str, tuple[Value, ...]], word: str) -> tuple[str, Value]:
+    name, is_value, text = word.partition("=")
+    if not is_value or name not in known:
+        raise _exit.UsageError(f"{word!r} is not understood; {kernel} takes {', '.join(f'{n}=...' for n in known)}.")
+    spelled = {str(value).lower(): value for value in known[name]}
+    value = text.lower()
+    if value not in spelled:
+        try:
+            value = _arguments.dtype(text)
+        except argparse.ArgumentTypeError:
+            pass
+    if value not in spelled:
+        raise _exit.UsageError(f"{kernel} does not support {word}; supported: {catalog.describe(known[name])}.")
+    return name, spelled[value]
+
+
+def _then(policy: str, compiler: str | None, reason: str) -> str:
+    """What an op does on a miss here."""
+    if policy != "auto":
+        return f"raise MissingKernelError: the policy is {policy!r}"
+    return f"compile it: {compiler}" if compiler else f"raise MissingKernelError: {reason}"
+
+
+def _data(one: Looked) -> dict[str, Any]:
+    from tileops import store
+
+    lookup = one.lookup
+    data: dict[str, Any] = {
+        **_output.described(lookup.config),
+        "found": one.here,
+        "root": lookup.root,
+        "trace": [step._asdict() for step in _trace(one)],
+    }
+    if one.refused:
+        data["refused"] = one.refused
+    if lookup.artifact is None:
+        error = store.missing_error(lookup)
+        data.update({name: error.data[name] for name in ("nearest", "differs", "command")})
+    return data
+
+
+def _trace(one: Looked) -> list[Any]:
+    """The look-up's steps, then the roots that were not reached."""
+    from tileops import store
+
+    asked = {step.root for step in one.lookup.trace}
+    later = [root.name for root in store.roots(one.lookup.policy) if root.name not in asked and root.kind != "memory"]
+    steps = [step for step in one.lookup.trace if not step.root.startswith("memory")]
+    return [*steps, *(store.Step(name, "-", "not asked: found before") for name in later)]
+
+
+def _one(one: Looked, then: str) -> Iterator[str]:
+    lookup = one.lookup
+    yield str(lookup.config)
+    yield f"key     {lookup.config.key}"
+    yield f"policy  {lookup.policy}"
+    yield from _output.table([(step.outcome, step.root, step.reason) for step in _trace(one)])
+    if one.refused:
+        yield f"Refused: {one.refused}"
+    elif lookup.artifact is not None:
+        yield f"Found in {lookup.root}."
+    else:
+        yield from _miss(one, then)
+
+
+def _miss(one: Looked, then: str) -> Iterator[str]:
+    from tileops import store
+
+    lookup = one.lookup
+    nearest = lookup.nearest
+    if nearest is None:
+        yield f"Nearest: none; no root holds any {lookup.config.kernel} kernel."
+    elif not lookup.differs:
+        yield "Nearest: this very kernel, which cannot be used (tileops verify)."
+    else:
+        yield f"Nearest: {nearest.config_object()}"
+        rows = [(name, f"wanted {_value(name, wanted)}", f"has {_value(name, has)}") for name, (wanted, has) in lookup.differs.items()]
+        yield from _output.table(rows)
+    yield f"An op would {then}."
+    yield f"Run: {store.fix_command(lookup.config)}"
+
+
+def _value(name: str, value: object) -> str:
+    """A field's value; the source's digest is too long to be read, and only its being another one says something."""
+    return str(value)[:12] if name == "source" else "nothing" if value is None else str(value)
+
+
+def _brief(looked: Sequence[Looked], missing: Sequence[Looked], then: str) -> Iterator[str]:
+    from tileops.cli import _wanted
+
+    rows = []
+    for one in looked:
+        config = one.lookup.config
+        outcome, why = ("refused", "") if one.refused else ("hit", str(one.lookup.root)) if one.here else ("miss", _last_words(one))
+        rows.append((outcome, config.kernel, config.arch, _output.fields(config.fields), why))
+    yield from _output.table(rows, indent="")
+    for reason in dict.fromkeys(one.refused for one in looked if one.refused):
+        yield f"Refused: {reason}"
+    yield f"{sum(one.here for one in looked)} of {len(looked)} are there (policy {looked[0].lookup.policy})."
+    if missing:
+        yield f"For one that is missing an op would {then}."
+        for command in _wanted.fixes(missing):
+            yield f"Run: {command}"
+
+
+def _last_words(one: Looked) -> str:
+    """The most telling reason of a miss: one that is not just «not there»."""
+    reasons = [step.reason for step in one.lookup.trace]
+    plain = ("key not present", "the cache is empty", "no manifest for")
+    return next((reason for reason in reasons if not reason.startswith(plain)), "in no root")

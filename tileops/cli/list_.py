@@ -1,61 +1,88 @@
-"""Lists the artifacts of every root, or with --models the presets."""
+"""Lists the kernels that each root holds: name, arch, compile-time values, bytes, compiler.
+
+An old one was made from other kernel sources than this package's: it is never found by a look-up.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
-from tileops.cli import OK, _output
+from tileops.cli import _arguments, _exit, _output
 
-HELP = "list artifacts by root, or model presets"
+HELP = "the kernels that there are, by root"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", metavar="ARCH", help="only this arch")
-    parser.add_argument("--kernel", metavar="NAME", help="only this kernel")
-    parser.add_argument("--root", metavar="TEXT", help="only roots whose name contains this")
-    parser.add_argument("--models", action="store_true", help="list the model presets instead")
+    _arguments.add_arch(parser, "every arch")
+    parser.add_argument("--kernel", metavar="PATTERN", help='a kernel\'s name and field=value words, as "chunk_* Q=256 dtype=bfloat16"')
+    _arguments.add_root(parser)
+    parser.add_argument("--totals", action="store_true", help="only the totals of each root")
 
 
 def run(args: argparse.Namespace) -> int:
-    return _models(args) if args.models else _artifacts(args)
-
-
-def _artifacts(args: argparse.Namespace) -> int:
     from tileops import store
-    from tileops.store.cache import compiler_of
 
-    data: list[dict[str, Any]] = []
-    lines = []
-    for root in store.roots():
-        if args.root is not None and args.root not in root.name:
+    roots = [_content(root, args) for root in _arguments.matching_roots(store.roots(), args.root)]
+    kernels = [kernel for root in roots for kernel in root["kernels"]]
+    total = {"kernels": len(kernels), "bytes": sum(kernel["bytes"] for kernel in kernels), "archs": _by_arch(kernels)}
+    _output.emit(args, {"status": _exit.FINE, "roots": roots, "total": total}, _lines(args, roots, total))
+    return _exit.FINE
+
+
+def _content(root: Any, args: argparse.Namespace) -> dict[str, Any]:
+    from tileops import catalog, store
+    from tileops.store.bundles import is_current
+
+    order = {name: at for at, name in enumerate(catalog.KERNELS)}
+    kernels = []
+    for record in root.entries():
+        if args.arch is not None and record.arch not in args.arch:
             continue
-        records = [r for r in root.entries(args.arch) if args.kernel in (None, r.kernel)]
-        records.sort(key=lambda r: (r.arch, r.kernel, sorted(r.config.items()), r.key))
-        total = sum(r.cubin_size for r in records)
-        problem = root.problem()
-        lines.append(f"{root.name}: {len(records)} kernels, {_output.size(total)}" + (f" ({problem})" if problem else ""))
-        rows = [
-            (r.arch, r.kernel, " ".join(f"{k}={v}" for k, v in sorted(r.config.items())), r.cubin_size, r.key[:12], compiler_of(r))
-            for r in records
-        ]
-        if rows:
-            lines.append(_output.table(rows, "  "))
-        entries = [
-            {"key": r.key, "arch": r.arch, "kernel": r.kernel, "config": r.config, "bytes": r.cubin_size, "compiler": compiler_of(r)}
-            for r in records
-        ]
-        data.append({"root": root.name, "kind": root.kind, "path": root.path, "problem": problem, "artifacts": entries, "bytes": total})
-    _output.emit(args.json, {"roots": data}, "\n".join(lines))
-    return OK
+        if args.kernel is not None and not _arguments.matches(record.kernel, record.arch, record.config, args.kernel):
+            continue
+        kernels.append(
+            {
+                "kernel": record.kernel,
+                "arch": record.arch,
+                "config": record.config,
+                "key": record.key,
+                "bytes": record.cubin_size,
+                "compiler": store.compiler_of(record),
+                "current": is_current(record),
+            }
+        )
+    kernels.sort(key=lambda k: (k["arch"], order.get(k["kernel"], len(order)), k["kernel"], _output.fields(k["config"]), k["key"]))
+    size = sum(kernel["bytes"] for kernel in kernels)
+    return {"kind": root.kind, "name": root.name, "path": root.path, "problem": root.problem(), "bytes": size, "kernels": kernels}
 
 
-def _models(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
+def _by_arch(kernels: list[dict[str, Any]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for kernel in kernels:
+        found[kernel["arch"]] = found.get(kernel["arch"], 0) + 1
+    return dict(sorted(found.items()))
 
-    from tileops.models import PRESETS
 
-    rows: list[tuple[object, ...]] = [("model", "H", "P", "N", "G", "Q", "not confirmed from a config file")]
-    rows += [(m.name, m.n_heads, m.head_dim, m.d_state, m.n_groups, m.chunk_size, ", ".join(m.unconfirmed)) for m in PRESETS.values()]
-    _output.emit(args.json, {"models": [asdict(m) for m in PRESETS.values()]}, _output.table(rows))
-    return OK
+def _lines(args: argparse.Namespace, roots: list[dict[str, Any]], total: dict[str, Any]) -> Iterator[str]:
+    for root in roots:
+        kernels = root["kernels"]
+        where = "" if root["path"] in root["name"] else f"  {root['path']}"
+        archs = ", ".join(f"{arch} {count}" for arch, count in _by_arch(kernels).items())
+        what = f"{_output.many(len(kernels), 'kernel')}, {_output.size(root['bytes'])} ({archs})" if kernels else "no kernels"
+        yield f"{root['name']}: {root['problem'] or what}{where}"
+        compilers = sorted({kernel["compiler"] for kernel in kernels})
+        if args.totals or not kernels:
+            continue
+        # One compiler made everything in most roots: said once, not on each line.
+        if len(compilers) == 1:
+            yield f"  compiler: {compilers[0]}"
+        rows = []
+        for k in kernels:
+            extra = ("old" if not k["current"] else "", k["compiler"] if len(compilers) > 1 else "")
+            rows.append((k["kernel"], k["arch"], k["bytes"], _output.fields(k["config"]), *extra))
+        yield from _output.table(rows, right=(2,))
+    if len(roots) > 1:
+        archs = ", ".join(f"{arch} {count}" for arch, count in total["archs"].items())
+        yield f"total: {_output.many(total['kernels'], 'kernel')}, {_output.size(total['bytes'])}" + (f" ({archs})" if archs else "")

@@ -1,43 +1,38 @@
-"""Shrinks the user cache, longest unused first. Safe beside processes that read and write it."""
+"""Removes kernels from the user cache, longest unused first, and what killed processes left there.
+
+Safe beside readers and writers. A kernel that is removed is compiled, warmed or imported again when it is needed.
+"""
 
 from __future__ import annotations
 
 import argparse
-import re
 
-from tileops.cli import MISSING, OK, Usage, _output
+from tileops.cli import _arguments, _exit, _output
 
-HELP = "shrink the user cache"
-
-_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
-_TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+HELP = "make the user cache smaller"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-size", metavar="SIZE", help="keep at most this much: 500M, 2G")
-    parser.add_argument("--older-than", metavar="AGE", help="remove what was not used for this long: 12h, 30d, 4w")
+    parser.add_argument("--max-size", metavar="SIZE", type=_arguments.size, help="what may stay: 500M, 2G, 1.5GiB; 0 empties the cache")
+    parser.add_argument("--older-than", metavar="AGE", type=_arguments.age, help="remove what was not used for this long: 30d, 12h, 90m")
 
 
 def run(args: argparse.Namespace) -> int:
     from tileops import store
 
     if args.max_size is None and args.older_than is None:
-        raise Usage("give --max-size, --older-than or both")
-    pruned = store.prune(
-        None if args.max_size is None else _read("--max-size", args.max_size, _SIZES, "500M or 2G", "b"),
-        None if args.older_than is None else _read("--older-than", args.older_than, _TIMES, "12h or 30d", ""),
-    )
-    text = (
-        f"removed {pruned.removed} kernels ({_output.size(pruned.removed_bytes)}), kept {pruned.kept} ({_output.size(pruned.kept_bytes)})"
-        + (f", swept {pruned.swept} folders of dead writers" if pruned.swept else "")
-        + (f"\nthe cache cannot be pruned: {pruned.reason}" if pruned.reason else "")
-    )
-    _output.emit(args.json, pruned._asdict(), text)
-    return MISSING if pruned.reason else OK
-
-
-def _read(option: str, text: str, units: dict[str, int], example: str, suffix: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]?)" + (f"{suffix}?" if suffix else ""), text.strip().lower())
-    if match is None or match[2] not in units:
-        raise Usage(f"{option} {text}: expected a number with a unit, like {example}")
-    return int(float(match[1]) * units[match[2]])
+        raise _exit.UsageError("Say what may stay: --max-size SIZE, --older-than AGE, or both.")
+    done = store.prune(max_bytes=args.max_size, older_than_seconds=args.older_than)
+    status = _exit.FINE if done.reason is None else _exit.MISSING
+    path = store.location().path
+    text = [f"{path or 'user cache'}: cannot be pruned: {done.reason}."]
+    if done.reason is None:
+        text = [
+            f"{path}",
+            f"  removed  {_output.many(done.removed, 'kernel')}, {_output.size(done.removed_bytes)}",
+            f"  kept     {_output.many(done.kept, 'kernel')}, {_output.size(done.kept_bytes)}",
+        ]
+        if done.swept:
+            text.append(f"  swept    {_output.many(done.swept, 'leftover')} of killed processes")
+    _output.emit(args, {"status": status, "path": path, **done._asdict()}, text)
+    return status

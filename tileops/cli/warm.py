@@ -1,118 +1,168 @@
-"""Makes sure that every kernel a model needs is there: compiles what no root holds into the user cache.
+"""Makes sure that every kernel of a model is there, before serving: in a packaged or site root, or in the user cache.
 
-    tileops warm --model mamba2-130m
-    tileops warm --config /models/my-model/config.json --arch sm_80,sm_90a
-    tileops warm --chunk-size 256 --head-dim 64 --d-state 128 --dtype bfloat16 --check
-
-Run before serving; then the process calls tileops.freeze() and never compiles. Status 1: something is missing still.
+What is in no root is compiled, in parallel, into the user cache. A kernel that fails does not stop the others.
+Without --arch, for the GPUs of this machine (a kernel of another arch that runs on them will do).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
-from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tileops.cli import MISSING, OK, _output, _select
+from tileops.cli import _arguments, _exit, _output
 
 if TYPE_CHECKING:
-    from tileops.config import Artifact, KernelConfig
+    from tileops.cli._wanted import Looked, Wanted
+    from tileops.compiler.pool import Outcome
 
-HELP = "make sure that every kernel of a model is there"
-
-#: Seconds after which one kernel is given up.
-TIMEOUT = 600.0
+HELP = "make sure that every kernel of a model is there, compiling what is missing"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _select.add_model_arguments(parser)
-    parser.add_argument("--check", action="store_true", help="report only, compile nothing; status 1 if anything is missing")
-    parser.add_argument("--jobs", metavar="N", type=int, help="processes (default: as many as cores and memory allow)")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    _arguments.add_model(parser)
+    _arguments.add_arch(parser, "those of the GPUs present")
+    _arguments.add_only(parser)
+    parser.add_argument("--check", action="store_true", help="report only: compile nothing, exit status 1 if a kernel is missing")
+    _arguments.add_jobs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from tileops import compiler, store
+    from tileops import store
+    from tileops.cli import _wanted, _workers
 
-    archs = _select.archs(args)
-    configs = _select.kernels(args, archs)
-    start = time.monotonic()
-    there: Counter[str] = Counter()
-    missing: list[KernelConfig] = []
-    size = 0
-    for config in configs:
-        lookup = store.find(config, toolchain=compiler.toolchain_name)
-        if lookup.artifact is None:
-            missing.append(config)
-        else:
-            there[lookup.root or ""] += 1
-            size += lookup.artifact.record.cubin_size
-    data: dict[str, Any] = {"archs": archs, "kernels": len(configs), "present": dict(there), "compiled": 0, "failed": [], "missing": []}
-    lines = [f"{len(configs)} kernels for {', '.join(archs)}"]
-    lines += [f"{count:6} in {root}" for root, count in there.items()]
-    if args.check or not missing:
-        data["missing"] = [{"key": config.key, "config": config.as_dict()} for config in missing]
-        lines += [f"{len(missing):6} missing"] if missing else ["nothing is missing"]
-        lines += [f"       {config}" for config in missing]
-    else:
-        failed, compiled, added = _compile(missing, args)
-        size += added
-        data["compiled"] = compiled
-        data["failed"] = [{"config": config.as_dict(), "error": error} for config, error in failed]
-        data["missing"] = [{"key": config.key, "config": config.as_dict()} for config, _ in failed]
-        lines.append(f"{compiled:6} compiled into {store.location().path}")
-        lines += [f"FAILED {config}: {error}" for config, error in failed]
-    data.update(bytes=size, seconds=round(time.monotonic() - start, 2))
-    lines.append(f"{_output.size(size)}, {data['seconds']:.1f} s")
-    _output.emit(args.json, data, "\n".join(lines))
-    return MISSING if data["missing"] else OK
+    start = time.perf_counter()
+    models = _arguments.models_of(args)
+    if not models:
+        raise _exit.UsageError("Say which model: --model NAME, --config FILE, or --chunk-size --head-dim --d-state.")
+    for model in models:
+        if model.unconfirmed:
+            _output.note(f"{model.name}: {', '.join(model.unconfirmed)} not confirmed; better warm it from its own config.json (--config)")
+    wanted = _chosen(_wanted.of_models(args), args.only)
+    policy = store.current_policy()
+    looked = [_wanted.look(one, policy) for one in wanted]
+    missing = [one for one in looked if one.lookup.artifact is None]
+    outcomes: list[Outcome] = []
+    reason, interrupted = "", False
+    if missing and not args.check:
+        reason = _forbidden(policy)
+        if not reason:
+            configs = [one.wanted.config for one in missing]
+            outcomes, interrupted = _workers.run(configs, _workers.store_kernel, args.jobs, args.timeout, "compiling")
+            if interrupted:
+                store.prune()  # sweeps what the ended workers were writing; removes no entry
+    report = _Report(args, policy, looked, outcomes, reason, interrupted, time.perf_counter() - start)
+    _output.emit(args, report.data(), report.lines([model.name for model in models]))
+    return report.status
 
 
-def _compile(missing: list[KernelConfig], args: argparse.Namespace) -> tuple[list[tuple[KernelConfig, str]], int, int]:
-    """Compiles in parallel; failures do not lose the others. Returns failures, number compiled and their bytes."""
-    from tileops import compiler, store
-    from tileops.cli import Usage
-    from tileops.compiler import pool
+def _chosen(wanted: Sequence[Wanted], patterns: Sequence[str]) -> list[Wanted]:
+    keys = {config.key for config in _arguments.select([one.config for one in wanted], patterns)}
+    return [one for one in wanted if one.config.key in keys]
 
-    if store.current_policy() != "auto":
-        raise Usage(f"{len(missing)} kernels are missing and the policy {store.current_policy()!r} forbids compiling them")
+
+def _forbidden(policy: str) -> str:
+    """Why nothing is compiled, although something is missing; empty where it can be."""
+    from tileops import compiler
+    from tileops.cli import _cache
+
+    if policy == "packaged":
+        return "the policy is 'packaged', under which the user cache is not used: install artifacts, or set TILEOPS_POLICY=cached"
     found, reason = compiler.toolchain.find()
     if found is None:
-        return [(config, f"cannot compile: {reason}") for config in missing], 0, 0
-    if args.jobs is not None and args.jobs < 1:
-        raise Usage(f"--jobs {args.jobs}: expected a positive number")
-    jobs = min(args.jobs or pool.default_jobs(), pool.fitting_memory(), len(missing))
-    failed: list[tuple[KernelConfig, str]] = []
-    done = size = 0
-    begun = said = time.monotonic()
-    if not args.quiet:
-        _output.note(f"compiling {len(missing)} kernels with {jobs} processes, {found.name}")
-    with contextlib.closing(pool.run(missing, jobs, make, TIMEOUT)) as outcomes:
-        for outcome in outcomes:
-            done += 1
-            size += outcome.size
-            if outcome.error:
-                failed.append((outcome.config, outcome.error))
-            now = time.monotonic()
-            if not args.quiet and (now - said > 5 or done == len(missing) or outcome.error):
-                said = now
-                left = (now - begun) / done * (len(missing) - done)
-                _output.note(f"{done}/{len(missing)} done, {len(failed)} failed, about {left:.0f} s left")
-    return failed, done - len(failed), size
+        return f"nothing can be compiled here: {reason}; or import a bundle (tileops import)"
+    unwritable = _cache.condition().unwritable
+    return f"what is compiled could not be stored: {unwritable}; set TILEOPS_CACHE_DIR to a folder of your own" if unwritable else ""
 
 
-def make(config: KernelConfig) -> Artifact:
-    """Compiles one kernel into the user cache, in a worker process. Another process that is at it already is waited for.
+class _Report:
+    """The result of one run, as JSON and for people."""
 
-    Raises:
-        CompileError, and OSError where the cache cannot keep it: a warm that only warms a dying process is a failure.
-    """
-    from tileops import compiler, store
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        policy: str,
+        looked: Sequence[Looked],
+        outcomes: Sequence[Outcome],
+        reason: str,
+        interrupted: bool,
+        seconds: float,
+    ) -> None:
+        self.args, self.policy, self.looked, self.seconds = args, policy, looked, seconds
+        self.reason, self.interrupted = reason, interrupted
+        self.refused = [one for one in looked if one.refused]
+        self.failed = [outcome for outcome in outcomes if outcome.error]
+        self.made = [outcome for outcome in outcomes if not outcome.error]
+        done = {outcome.config.key for outcome in self.made}
+        absent = [one for one in looked if one.lookup.artifact is None]
+        self.missing = [one for one in absent if one.wanted.config.key not in done]
+        #: where from -> (kernels, bytes)
+        self.by_root: dict[str, tuple[int, int]] = {}
+        for one in looked:
+            if one.here and one.lookup.artifact is not None:
+                self._count(str(one.lookup.root), one.lookup.artifact.record.cubin_size)
+        for outcome in self.made:
+            self._count("compiled", outcome.size)
+        found = [_exit.INCOMPATIBLE if self.refused else _exit.FINE, _exit.MISSING if self.missing else _exit.FINE]
+        self.status = _exit.INTERRUPTED if interrupted else _exit.worst(found)
 
-    lookup = store.find_or_build(config, compiler.build, policy="auto", toolchain=compiler.toolchain_name)
-    assert lookup.artifact is not None
-    if lookup.kind == "jit" and store.stats()["publish_failures"]:
-        raise OSError(f"compiled, but the cache cannot keep it: {lookup.trace[-1].reason}")
-    return lookup.artifact
+    def _count(self, root: str, size: int) -> None:
+        count, bytes_ = self.by_root.get(root, (0, 0))
+        self.by_root[root] = (count + 1, bytes_ + size)
+
+    @property
+    def here(self) -> int:
+        return sum(count for count, _ in self.by_root.values())
+
+    def data(self) -> dict[str, Any]:
+        from tileops.cli import _wanted
+
+        return {
+            "status": self.status,
+            "policy": self.policy,
+            "kernels": len(self.looked),
+            "here": self.here,
+            "by_root": {root: {"kernels": count, "bytes": size} for root, (count, size) in self.by_root.items() if root != "compiled"},
+            "compiled": [{**_output.described(o.config), "bytes": o.size, "seconds": round(o.seconds, 3)} for o in self.made],
+            "failed": [{**_output.described(o.config), "error": o.error} for o in self.failed],
+            "missing": [_output.described(one.wanted.config) for one in self.missing],
+            "refused": [{**_output.described(one.lookup.config), "reason": one.refused} for one in self.refused],
+            "not_compiled_because": self.reason or None,
+            "commands": _wanted.fixes(self.missing) if self.args.check else [],
+            "bytes": sum(size for _, size in self.by_root.values()),
+            "seconds": round(self.seconds, 3),
+            "interrupted": self.interrupted,
+        }
+
+    def lines(self, models: Sequence[str]) -> Iterator[str]:
+        from tileops.cli import _wanted
+
+        archs = dict.fromkeys(one.wanted.config.arch for one in self.looked)
+        yield f"{', '.join(models)} on {', '.join(archs)}: {_output.many(len(self.looked), 'kernel')}"
+        rows: list[tuple[object, ...]] = [(root, count, _output.size(size)) for root, (count, size) in self.by_root.items()]
+        if self.failed:
+            rows.append(("failed", len(self.failed), ""))
+        untried = len(self.missing) - len(self.failed)
+        if untried:
+            rows.append(("missing", untried, ""))
+        if self.refused:
+            rows.append(("refused", len(self.refused), ""))
+        yield from _output.table(rows, right=(1, 2))
+        tried = {outcome.config.key for outcome in self.failed}
+        for outcome in self.failed:
+            yield f"failed   {outcome.config}"
+            yield f"         {' '.join(outcome.error.split())}"
+        for one in self.missing:
+            if one.wanted.config.key not in tried:
+                yield f"missing  {one.wanted.config}"
+        for refusal in dict.fromkeys(one.refused for one in self.refused):
+            yield f"refused  {refusal}"
+        yield f"{self.here} of {len(self.looked)} are there; {self.seconds:.1f} s."
+        if self.interrupted:
+            yield "Interrupted; what was finished is kept, and the same command goes on from there."
+        elif self.reason:
+            yield f"Not compiled: {self.reason}."
+        elif self.missing and self.args.check:
+            for command in _wanted.fixes(self.missing):
+                yield f"Run: {command}"

@@ -77,7 +77,7 @@ class Op:
         """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order."""
         try:
             key = (*_signature(tensors), torch.is_grad_enabled(), targets.default())
-        except AttributeError:  # an argument that is no tensor: check() has the words for it
+        except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse): check() has the words for it
             self.check(*tensors)
             raise
         plan = self._plans.get(key)
