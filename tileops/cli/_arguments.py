@@ -65,6 +65,15 @@ def models_of(args: argparse.Namespace) -> list[models.Model]:
     return found
 
 
+def model_words(args: argparse.Namespace) -> list[str]:
+    """The words of the command line that name the models; none where none was named."""
+    words = [word for name in args.model for word in ("--model", name)]
+    words += [word for path in args.config for word in ("--config", path)]
+    values = {"--chunk-size": args.chunk_size, "--head-dim": args.head_dim, "--d-state": args.d_state}
+    words += [word for name, value in values.items() if value is not None for word in (name, str(value))]
+    return [*words, "--dtype", args.dtype] if words and args.dtype is not None else words
+
+
 def kernels_of(model: models.Model, archs: Iterable[str], dtype: str | None) -> list[KernelConfig]:
     """Every kernel of a model on these archs. Raises UsageError where the kernels do not support one of its values."""
     try:

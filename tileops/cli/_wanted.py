@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tileops import catalog, store
@@ -96,6 +97,10 @@ def _refusal(lookup: store.Lookup, wanted: Wanted) -> str:
     return ""
 
 
-def fixes(missing: Iterable[Looked]) -> list[str]:
-    """The commands that make what is missing, once each."""
-    return list(dict.fromkeys(store.fix_command(looked.wanted.config) for looked in missing))
+def fixes(args: argparse.Namespace, missing: Sequence[Looked]) -> list[str]:
+    """The commands that make what is missing: for the models that were named, else kernel by kernel, once each."""
+    named = _arguments.model_words(args)
+    if not named or not missing:
+        return list(dict.fromkeys(store.fix_command(looked.wanted.config) for looked in missing))
+    archs = ",".join(dict.fromkeys(looked.wanted.config.arch for looked in missing))
+    return [f"tileops warm {shlex.join([*named, '--arch', archs])}"]

@@ -46,15 +46,16 @@ def run(args: argparse.Namespace) -> int:
     refused = any(one.refused for one in looked)
     status = _exit.worst([_exit.INCOMPATIBLE if refused else _exit.FINE, _exit.MISSING if missing else _exit.FINE])
     found, reason = compiler.toolchain.find()
+    commands = _wanted.fixes(args, missing)
     then = _then(looked[0].lookup.policy, found.name if found else None, reason)
     data = {
         "status": status,
         "policy": looked[0].lookup.policy,
         "kernels": [_data(one) for one in looked],
         "a_miss_would": then,
-        "commands": _wanted.fixes(missing),
+        "commands": commands,
     }
-    _output.emit(args, data, _one(looked[0], then) if len(looked) == 1 else _brief(looked, missing, then))
+    _output.emit(args, data, _one(looked[0], then) if len(looked) == 1 else _brief(looked, commands, then))
     return status
 
 
@@ -163,9 +164,7 @@ def _value(name: str, value: object) -> str:
     return str(value)[:12] if name == "source" else "nothing" if value is None else str(value)
 
 
-def _brief(looked: Sequence[Looked], missing: Sequence[Looked], then: str) -> Iterator[str]:
-    from tileops.cli import _wanted
-
+def _brief(looked: Sequence[Looked], commands: Sequence[str], then: str) -> Iterator[str]:
     rows = []
     for one in looked:
         config = one.lookup.config
@@ -175,10 +174,10 @@ def _brief(looked: Sequence[Looked], missing: Sequence[Looked], then: str) -> It
     for reason in dict.fromkeys(one.refused for one in looked if one.refused):
         yield f"Refused: {reason}"
     yield f"{sum(one.here for one in looked)} of {len(looked)} are there (policy {looked[0].lookup.policy})."
-    if missing:
+    if commands:
         yield f"For one that is missing an op would {then}."
-        for command in _wanted.fixes(missing):
-            yield f"Run: {command}"
+    for command in commands:
+        yield f"Run: {command}"
 
 
 def _last_words(one: Looked) -> str:

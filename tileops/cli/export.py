@@ -47,7 +47,7 @@ def _of_models(args: argparse.Namespace) -> list[KernelConfig]:
     looked = [_wanted.Looked(one, store.find(one.config)) for one in _wanted.of_models(args)]
     missing = [one for one in looked if one.lookup.artifact is None]
     if missing:
-        commands = _wanted.fixes(missing)
+        commands = _wanted.fixes(args, missing)
         count = f"{len(missing)} of {len(looked)} kernels are in no root"
         raise MissingKernelError(
             f"{count}, the first is {missing[0].wanted.config}. Run: {' && '.join(commands)}",

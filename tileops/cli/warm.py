@@ -129,7 +129,7 @@ class _Report:
             "missing": [_output.described(one.wanted.config) for one in self.missing],
             "refused": [{**_output.described(one.lookup.config), "reason": one.refused} for one in self.refused],
             "not_compiled_because": self.reason or None,
-            "commands": _wanted.fixes(self.missing) if self.args.check else [],
+            "commands": _wanted.fixes(self.args, self.missing) if self.args.check else [],
             "bytes": sum(size for _, size in self.by_root.values()),
             "seconds": round(self.seconds, 3),
             "interrupted": self.interrupted,
@@ -164,5 +164,5 @@ class _Report:
         elif self.reason:
             yield f"Not compiled: {self.reason}."
         elif self.missing and self.args.check:
-            for command in _wanted.fixes(self.missing):
+            for command in _wanted.fixes(self.args, self.missing):
                 yield f"Run: {command}"

@@ -58,6 +58,11 @@ def parallel(*extents: int) -> Any:
     return T.grid(*extents) if _cpu else T.Parallel(*extents)
 
 
+def rolled(extent: Any) -> Any:
+    """A serial loop that the CUDA compiler must not unroll: overlapping the loads of its rounds would spill registers."""
+    return T.serial(extent) if _cpu else T.unroll(extent, annotations={"pragma_unroll_factor": 1})
+
+
 def shared(shape: tuple[int, ...], dtype: str) -> Any:
     return T.alloc_local(shape, dtype) if _cpu else T.alloc_shared(shape, dtype)
 

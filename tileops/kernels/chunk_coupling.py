@@ -41,7 +41,7 @@ def program(*, Q: int, N: int, dtype: str, aligned: bool) -> Any:
             acc = k.fragment((tile, tile))
             T.clear(acc)
             if col <= row:
-                for d in T.serial(k.ceildiv(N, depth)):
+                for d in k.rolled(k.ceildiv(N, depth)):
                     for i, n in k.parallel(tile, depth):
                         Cs[i, n] = T.if_then_else(
                             c * Q + row * tile + i < S and d * depth + n < N, Cm[b, c * Q + row * tile + i, g, d * depth + n], 0

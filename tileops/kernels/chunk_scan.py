@@ -79,7 +79,7 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, aligned: bool)
             # What came before the chunk: C . prev_states.
             if half:
                 T.clear(state_top)
-                for d in T.serial(k.ceildiv(N, depth)):
+                for d in k.rolled(k.ceildiv(N, depth)):
                     for p, n in k.parallel(width, depth):
                         size[p, n] = T.if_then_else(
                             p0 * width + p < P and d * depth + n < N, prev_states[b, c, h, p0 * width + p, d * depth + n], 0.0
@@ -88,7 +88,7 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, aligned: bool)
                 for p in k.parallel(width):
                     state_scale[p], state_unscale[p] = k.fp16_scale(state_top[p])
             T.clear(acc)
-            for d in T.serial(k.ceildiv(N, depth)):
+            for d in k.rolled(k.ceildiv(N, depth)):
                 for i, n in k.parallel(rows, depth):
                     Cs[i, n] = T.if_then_else(
                         c * Q + row * rows + i < S and d * depth + n < N, Cm[b, c * Q + row * rows + i, g, d * depth + n], 0
@@ -111,7 +111,7 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, aligned: bool)
                 T.clear(top)
 
             # The chunk itself: tiles up to the diagonal.
-            for t in T.serial((row + 1) * (rows // cols)):
+            for t in k.rolled((row + 1) * (rows // cols)):
                 ahead = T.alloc_var("int32", init=row * rows - t * cols)
                 for i, j in k.parallel(rows, cols):
                     raw[i, j] = cb[b, c, g, row * rows + i, t * cols + j]

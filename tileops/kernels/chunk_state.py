@@ -74,7 +74,7 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, has_seq_idx: b
                 size = k.fragment((slab, ROWS))
                 top = k.fragment((ROWS,))
                 T.clear(top)
-                for s in T.serial(Q // slab):
+                for s in k.rolled(Q // slab):
                     load_x(sized, x, counts, b, c * Q + s * slab, h, p0, s * slab)
                     for l, p in k.parallel(slab, ROWS):
                         size[l, p] = T.cast(sized[l, p], "float32") * weight[s * slab + l]
@@ -83,7 +83,7 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, has_seq_idx: b
                     scale[p], unscale[p] = k.fp16_scale(top[p])
 
             T.clear(acc)
-            for s in T.serial(Q // slab):
+            for s in k.rolled(Q // slab):
                 load_x(raw, x, counts, b, c * Q + s * slab, h, p0, s * slab)
                 for l, p in k.parallel(slab, ROWS):
                     if dtype == "float16":
