@@ -146,14 +146,16 @@ def main() -> int:
     rows = {}
     for shape in SHAPES:
         *sizes, initial, dtype = shape
-        name = f"{'x'.join(map(str, sizes[:3]))} P={sizes[3]} N={sizes[4]} G={sizes[5]} Q={sizes[6]}{' init' if initial else ''} {str(dtype)[6:]}"
+        values = " ".join(f"{letter}={value}" for letter, value in zip("PNGQ", sizes[3:]))
+        name = f"{'x'.join(map(str, sizes[:3]))} {values}{' init' if initial else ''} {str(dtype)[6:]}"
         rows[name] = measure(*shape)
     ops = list(next(iter(rows.values())))
     print("| norm(out - ref) / norm(ref) | " + " | ".join(rows) + " |\n|---|" + "---|" * len(rows))
     for op in ops:
         print(f"| {op} | " + " | ".join(f"{row[op]:.2e}" for row in rows.values()) + " |")
     print(
-        f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, TileLang imported: {'tilelang' in sys.modules}"
+        f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')},",
+        f"TileLang imported: {'tilelang' in sys.modules}",
     )
     print("kernels:", {k: n for k, n in tileops.stats().items() if n})
     if arguments.json:

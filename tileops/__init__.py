@@ -42,6 +42,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "stats": ("tileops.ops._resolve", "stats"),
     "preload": ("tileops.ops._resolve", "preload"),
     "errors": ("tileops.errors", None),
+    "__version__": ("tileops.config", "VERSION"),
     "mamba": ("tileops.mamba", None),
 }
 

@@ -16,6 +16,9 @@ from typing import Any, TypeAlias
 
 from tileops.errors import CorruptArtifactError
 
+#: This package's version; pyproject.toml reads it here, and records carry it.
+VERSION = "0.2.0"
+
 #: Raise when the meaning of a config or a record changes: every older artifact becomes a miss.
 SCHEMA = 1
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from importlib import metadata
 from pathlib import Path
 
 from tileops.catalog import MAX_SMEM
 from tileops.compiler import flags, toolchain
-from tileops.config import SCHEMA, Artifact, KernelConfig, Record
+from tileops.config import SCHEMA, VERSION, Artifact, KernelConfig, Record
 from tileops.errors import CompileError
 
 __all__ = ["build", "toolchain", "toolchain_name"]
@@ -78,17 +77,10 @@ def build(config: KernelConfig) -> Artifact:
             "compiler": found.name,
             "flags": [*flags.NVRTC_FLAGS, *flags.LINK_FLAGS],
             "passes": {k: flags.PASS_CONFIGS[k] for k in sorted(flags.PASS_CONFIGS)},
-            "tileops": _own_version(),
+            "tileops": VERSION,
         },
     )
     return Artifact(record, assembled.cubin)
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("tileops")
-    except metadata.PackageNotFoundError:
-        return "source"
 
 
 def _failure(config: KernelConfig, source: str, error: Exception) -> CompileError:

@@ -1,4 +1,4 @@
-"""Worker processes that compile, for the build step and for ``tileops warm``. A worker that dies or hangs costs the one kernel it had in hand.
+"""Worker processes that compile, for the build step and ``tileops warm``. One that dies or hangs costs the kernel in its hand.
 
 concurrent.futures would not do: there, one dead worker (out of memory, a crash inside the compiler) breaks the whole pool.
 """

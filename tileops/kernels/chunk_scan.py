@@ -23,10 +23,10 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, aligned: bool)
     wide = 8 if aligned else 1
     rows = min(Q, 128)
     row_tiles = Q // rows
-    cols = min(Q, 64)
+    cols = min(Q, 32)
     width = k.padded(P, 64)
     width_tiles = k.ceildiv(P, width)
-    depth = k.power_of_two(N, 64)
+    depth = k.power_of_two(N, min(rows, 64))
     half = dtype == "float16"
 
     @T.prim_func
@@ -40,7 +40,7 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, aligned: bool)
         y: T.Tensor((B, S, H, P), "float32"),
     ):
         with k.grid(B * C * H * (width_tiles * row_tiles), threads=2 * rows) as block:
-            if aligned:
+            if aligned:  # loads that are not 16 bytes wide take more
                 k.at_least(256 // rows)
             row = T.alloc_var("int32", init=block % row_tiles)
             p0 = T.alloc_var("int32", init=block // row_tiles % width_tiles)
