@@ -76,8 +76,15 @@ CONFIGS = {
     ),
     "nemotron_h": (
         {
-            **{"model_type": "nemotron_h", "mamba_num_heads": 96, "mamba_head_dim": 80, "ssm_state_size": 128, "n_groups": 8},
-            **{"chunk_size": 128, "expand": 2, "hidden_size": 3136, "dtype": "bfloat16"},
+            "model_type": "nemotron_h",
+            "mamba_num_heads": 96,
+            "mamba_head_dim": 80,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "chunk_size": 128,
+            "expand": 2,
+            "hidden_size": 3136,
+            "dtype": "bfloat16",
         },
         {"chunk_size": 128, "head_dim": 80, "d_state": 128, "dtype": "bfloat16"},
     ),
