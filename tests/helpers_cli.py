@@ -47,8 +47,9 @@ class Command:
         self.cwd.mkdir(parents=True)
 
     def environment(self, **more: str) -> dict[str, str]:
-        """No GPU is visible, whatever the machine has."""
-        env = helpers_store.environment(self.cache, **{"HOME": str(self.cwd), "CUDA_VISIBLE_DEVICES": "", **more})
+        """No GPU is visible, whatever the machine has. TileLang makes folders when it is imported: not in HOME, which is watched."""
+        own = {"HOME": str(self.cwd), "CUDA_VISIBLE_DEVICES": "", "TILELANG_CACHE_DIR": str(self.cwd.parent / "tilelang")}
+        env = helpers_store.environment(self.cache, **{**own, **more})
         before = [more["PYTHONPATH"]] if "PYTHONPATH" in more else []
         return {**env, "PYTHONPATH": os.pathsep.join([*before, str(self.package)])}
 

@@ -164,6 +164,7 @@ def test_a_kernel_of_another_arch_that_runs_on_the_gpu_will_do(monkeypatch, tmp_
     for info, words in ((gpu(11080), "this driver supports 11.8"), (gpu(13000, 65536), "this GPU allows 65536")):
         looked = _wanted.look(_wanted.Wanted(wanted.configs, Place(wanted.place.archs, info)))
         assert not looked.here and words in looked.refused
+    monkeypatch.setitem(h._ELF_ARCH, "sm_86", (7, 0x560556))
     monkeypatch.setenv("TILEOPS_ARTIFACT_PATH", str(write_site(tmp_path / "both", [*tiny("sm_80"), *tiny("sm_86")])))
     assert _wanted.look(wanted).lookup.config.arch == "sm_86"
 
@@ -231,7 +232,7 @@ def test_an_interrupt_ends_it_and_leaves_nothing_half_published(tileops, number)
         # The worker takes its lock when it begins to compile, which then takes seconds.
         deadline = time.monotonic() + 120
         while not list(tileops.cache.glob("v1/.locks/*")):
-            assert child.poll() is None and time.monotonic() < deadline
+            assert child.poll() is None and time.monotonic() < deadline, child.communicate(timeout=60)
             time.sleep(0.01)
         os.killpg(child.pid, number) if number == signal.SIGINT else child.send_signal(number)  # Ctrl-C reaches the whole group
         out, err = child.communicate(timeout=60)

@@ -40,7 +40,7 @@ def test_preload_of_a_model_that_is_not_there_names_the_command():
     with tileops.policy("cached"), pytest.raises(tileops.errors.MissingKernelError) as caught:
         tileops.preload(chunk_size=16, d_head=256, d_state=256, dtype="float16")
     error = caught.value
-    assert "tileops warm" in error.command and "--head-dim 256" in error.command and error.command in str(error)
+    assert "tileops warm" in error.command and "--d-state 256" in error.command and error.command in str(error)
     assert error.roots and error.nearest and error.differs
 
 
