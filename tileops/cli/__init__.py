@@ -125,13 +125,10 @@ def _show_warning(
 
 
 def version() -> str:
-    """The installed version of tileops; ``source`` where it is not installed."""
-    from importlib import metadata
+    """The version of this package."""
+    from tileops.config import VERSION
 
-    try:
-        return metadata.version("tileops")
-    except metadata.PackageNotFoundError:
-        return "source"
+    return VERSION
 
 
 def _flush() -> None:

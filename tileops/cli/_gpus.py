@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tileops.driver import DeviceInfo
 
 #: Driver errors that mean «no GPU here», not «something is wrong with it», in few words.
-_NONE = {
+NONE = {
     "IMPORT": "cuda-bindings cannot be imported",
     "NO_DRIVER": "there is no NVIDIA driver (libcuda is not found)",
     "CUDA_ERROR_NO_DEVICE": "no GPU is visible",
@@ -29,15 +29,17 @@ class Place(NamedTuple):
 def present() -> tuple[list[DeviceInfo], str]:
     """The visible GPUs; where there are none, the reason. Raises DriverError where the driver is there and refuses."""
     from tileops import driver
+    from tileops.driver import _api
 
     try:
+        _api.cuda()  # first: bindings that cannot be imported are another fault than a driver that is not there
         count = driver.device_count()
     except DriverError as error:
         name = error.data.get("name")
-        if name not in _NONE:
+        if name not in NONE:
             raise
-        return [], _NONE[name]
-    return [driver.device_info(ordinal) for ordinal in range(count)], "" if count else _NONE["CUDA_ERROR_NO_DEVICE"]
+        return [], NONE[name]
+    return [driver.device_info(ordinal) for ordinal in range(count)], "" if count else NONE["CUDA_ERROR_NO_DEVICE"]
 
 
 def places(chosen: tuple[str, ...] | None) -> list[Place]:

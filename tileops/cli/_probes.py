@@ -184,6 +184,8 @@ def _gpu(findings: Findings) -> dict[str, Any]:
         facts["reason"] = str(error).rstrip(".")
         findings.problem(str(error), "mend the NVIDIA driver (nvidia-smi must work), then ask again", _exit.INCOMPATIBLE)
         return facts
+    if facts["reason"] == _gpus.NONE["IMPORT"] and findings.get("versions", "cuda-bindings", None):
+        findings.problem("The package cuda-bindings is installed and cannot be imported.", "reinstall cuda-bindings", _exit.MISSING)
     for info in gpus:
         archs = catalog.archs_for(*info.capability)
         capability = "{}.{}".format(*info.capability)

@@ -60,7 +60,9 @@ def parallel(*extents: int) -> Any:
 
 def rolled(extent: Any) -> Any:
     """A serial loop that the CUDA compiler must not unroll: overlapping the loads of its rounds would spill registers."""
-    return T.serial(extent) if _cpu else T.unroll(extent, annotations={"pragma_unroll_factor": 1})
+    if _cpu or isinstance(extent, int) and extent == 1:
+        return T.serial(extent)
+    return T.unroll(extent, annotations={"pragma_unroll_factor": 1})
 
 
 def shared(shape: tuple[int, ...], dtype: str) -> Any:
