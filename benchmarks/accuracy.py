@@ -143,6 +143,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="write the table to this file")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
     rows = {}
     for shape in SHAPES:
         *sizes, initial, dtype = shape

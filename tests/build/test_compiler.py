@@ -54,6 +54,20 @@ def test_bytes_do_not_depend_on_process_folder_or_environment(artifact, tmp_path
     assert done.stdout.split()[-1] == artifact.record.cubin_sha256
 
 
+def test_without_a_home_it_compiles_all_the_same(artifact, tmp_path):
+    """TileLang makes a cache folder in HOME when it is imported; where there is no HOME it gets a private one."""
+    code = (
+        "from tileops import catalog, compiler; import os;"
+        "print(compiler.build(catalog.config('state_passing', 'sm_90a', has_initial_states=True)).record.cubin_sha256);"
+        "assert not os.path.exists('/nonexistent')"
+    )
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": "/nonexistent", "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-1] == artifact.record.cubin_sha256
+    assert not list(tmp_path.iterdir()), "the private folder is left behind"
+
+
 def test_prune_keeps_what_is_used():
     ptx = "\n".join(
         [

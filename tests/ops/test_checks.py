@@ -131,6 +131,39 @@ def test_sparse(op, name):
         build(op).check(*given.values())
 
 
+@pytest.mark.parametrize(("op", "name"), ARGUMENTS)
+def test_nested(op, name):
+    given = good(op)
+    given[name] = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(ValueError, match=rf"^{name}: expected a strided tensor, got a nested one"):
+        build(op)(*given.values())
+
+
+@pytest.mark.parametrize(("op", "name"), ARGUMENTS)
+def test_lazily_negated_views(op, name):
+    """Report: memory holds the wrong sign of such a view, and kernels read memory."""
+    given = good(op)
+    if given[name].is_floating_point():
+        given[name] = torch._neg_view(given[name])
+        with pytest.raises(ValueError, match=rf"^{name}: is a lazily negated .* {name}\.resolve_conj\(\)\.resolve_neg\(\)"):
+            build(op)(*given.values())
+
+
+def test_a_state_of_inference_mode_is_refused_outside_it():
+    given = good(STEP)
+    with torch.inference_mode():
+        given["state"] = given["state"].clone()
+        build(STEP)(*given.values())
+    with pytest.raises(ValueError, match=r"^state: cannot be updated in place: .*state\.clone\(\)"):
+        build(STEP)(*given.values())
+
+
+@pytest.mark.parametrize("value", [4097, 2**31, 10**30])
+def test_chunk_size_beyond_reason(value):
+    with pytest.raises(ValueError, match=f"^chunk_size: expected a positive int up to 4096, got {value}"):
+        mamba.Mamba2FwdOp(value)
+
+
 def other(op: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.zeros(shape, dtype=good(op)[name].dtype)
 
@@ -227,9 +260,9 @@ def test_only_batch_and_length_may_be_zero(op, changes, name):
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_chunk_size_below_one(value):
-    with pytest.raises(ValueError, match=f"^chunk_size: expected a positive int, got {value}"):
+    with pytest.raises(ValueError, match=f"^chunk_size: expected a positive int up to 4096, got {value}"):
         mamba.Mamba2FwdOp(value)
-    with pytest.raises(ValueError, match=f"^chunk_len: expected a positive int, got {value}"):
+    with pytest.raises(ValueError, match=f"^chunk_len: expected a positive int up to 4096, got {value}"):
         mamba.SSDChunkCouplingFwdOp(value)
 
 

@@ -101,7 +101,7 @@ def test_strided_dt_gives_the_same_bits():
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({"chunk_len": 0}, ValueError, "chunk_len: expected a positive int, got 0"),
+        ({"chunk_len": 0}, ValueError, "chunk_len: expected a positive int up to 4096, got 0"),
         ({"chunk_len": 64.0}, TypeError, "chunk_len: expected a positive int, got float"),
         ({"chunk_len": True}, TypeError, "chunk_len: expected a positive int, got bool"),
         # report 73

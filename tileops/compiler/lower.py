@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import os
 import re
+import shutil
+import sys
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +33,7 @@ class Lowered:
 
 def lower(config: KernelConfig) -> Lowered:
     """Lowers the program of ``config``. Raises whatever TileLang raises; the caller turns it into CompileError."""
+    _shelter()
     from tilelang import tvm
     from tilelang.engine.lower import lower as lower_program
 
@@ -53,6 +59,17 @@ def lower(config: KernelConfig) -> Lowered:
         dynamic_smem=int(function.attrs.get("dyn_shared_memory_buf", 0) or 0),
         alignment=_alignment(params, function),
     )
+
+
+def _shelter() -> None:
+    """Where there is no home folder to write, gives TileLang a private one before its import makes its cache folder there."""
+    home = os.path.expanduser("~")
+    if "tilelang" in sys.modules or (os.path.isdir(home) and os.access(home, os.W_OK | os.X_OK)):
+        return
+    folder = tempfile.mkdtemp(prefix="tileops-tilelang-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ.setdefault("TILELANG_CACHE_DIR", folder)
+    os.environ.setdefault("XDG_CACHE_HOME", folder)
 
 
 def _param(variable: Any) -> Param:

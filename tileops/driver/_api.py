@@ -42,8 +42,9 @@ def call(name: str, *args: Any, about: str = "") -> Any:
 
     ``about`` says what was being done ("loading chunk_scan[...]"), for the message.
     """
+    driver = cuda()  # outside: bindings that cannot be imported are another fault than a driver that is not there
     try:
-        result = getattr(cuda(), name)(*args)
+        result = getattr(driver, name)(*args)
     except RuntimeError as error:  # cuda-bindings raises this where libcuda is not found
         raise DriverError(f"{name} cannot be called: {error} (no NVIDIA driver?).", call=name, code=None, name="NO_DRIVER") from error
     code = int(result[0])

@@ -60,7 +60,7 @@ def parallel(*extents: int) -> Any:
 
 def rolled(extent: Any) -> Any:
     """A serial loop that the CUDA compiler must not unroll: overlapping the loads of its rounds would spill registers."""
-    if _cpu or isinstance(extent, int) and extent == 1:
+    if _cpu or (isinstance(extent, int) and extent == 1):
         return T.serial(extent)
     return T.unroll(extent, annotations={"pragma_unroll_factor": 1})
 

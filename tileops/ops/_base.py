@@ -145,5 +145,5 @@ def _signature(tensors: Sequence[Tensor | None]) -> list[object]:
         if t is None:
             key.append(None)
         else:
-            key += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.data_ptr() & 15)
+            key += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg(), t.data_ptr() & 15)
     return key

@@ -46,6 +46,8 @@ class Arguments:
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a tensor of shape {self._shape(dims)}, got {type(value).__name__}.")
+        if value.is_nested:
+            raise ValueError(f"{name}: expected a strided tensor, got a nested one.")
         if value.layout != torch.strided:
             raise ValueError(f"{name}: expected a strided tensor, got layout {value.layout}.")
         if value.dim() != len(dims) or any(self.sizes.get(d, n) != n for d, n in zip(dims, value.shape)):
@@ -57,6 +59,9 @@ class Arguments:
             self._first = name, value.device
         elif value.device != self._first[1]:
             raise ValueError(f"{name}: expected device {self._first[1]} (where {self._first[0]} is), got {value.device}.")
+        if value.is_neg() or value.is_conj():
+            # Kernels read memory, where the sign that torch keeps in a flag is not.
+            raise ValueError(f"{name}: is a lazily negated or conjugated view; pass {name}.resolve_conj().resolve_neg().")
         if value.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name}: requires grad, and this op is forward only (it has no backward); "
@@ -120,12 +125,16 @@ def half(name: str, dtype: torch.dtype) -> None:
         )
 
 
+#: The reference holds a square of this many tokens for every head; beyond it lies a mistake, not a chunk.
+LONGEST_CHUNK = 4096
+
+
 def positive_int(name: str, value: Any) -> int:
-    """A constructor's size. Raises TypeError for anything but an int, ValueError below 1."""
+    """A constructor's size. Raises TypeError for anything but an int, ValueError outside 1 ... LONGEST_CHUNK."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected a positive int, got {type(value).__name__}.")
-    if value < 1:
-        raise ValueError(f"{name}: expected a positive int, got {value}.")
+    if not 1 <= value <= LONGEST_CHUNK:
+        raise ValueError(f"{name}: expected a positive int up to {LONGEST_CHUNK}, got {value}.")
     return value
 
 
@@ -156,6 +165,11 @@ def out_dtype(name: str, value: Any) -> torch.dtype:
 
 def updated_in_place(name: str, value: Tensor) -> None:
     """Raise unless every element of ``value`` has its own memory and rows are contiguous: a copy would lose the update."""
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name}: cannot be updated in place: it was made under torch.inference_mode(); call this op "
+            f"under it too, or pass {name}.clone()."
+        )
     dims = [(stride, size) for size, stride in zip(value.shape, value.stride()) if size > 1]
     reach = 1  # elements spanned by the dimensions of smaller stride
     overlaps = False

@@ -101,7 +101,7 @@ def import_bundle(
     else:
         destination = places.location().path or ""
         for _, name in names:
-            answer = publishing.publish(source.load(name))
+            answer = publishing.publish(source.load(name), keep=False)
             if not answer.stored:
                 raise TileOpsError(
                     f"The bundle cannot be imported into the user cache {destination}: {answer.reason}.",
@@ -226,6 +226,8 @@ def _members(fd: int, path: str, size: int) -> Iterator[tuple[str, int, int]]:
         if len(header) < _BLOCK:
             raise _bad(path, "the file is truncated")
         if header == bytes(_BLOCK):
+            if size != offset + 2 * _BLOCK or os.pread(fd, _BLOCK, offset + _BLOCK) != header:
+                raise _bad(path, "its end is not that of a bundle (cut off, or something follows)")
             return
         name = header[:100].rstrip(b"\0").decode("ascii", "backslashreplace")
         digits = header[124:135]
@@ -270,17 +272,26 @@ def _required(config: KernelConfig) -> Artifact:
 
 
 def _all(archs: set[str] | None, current: bool) -> Iterator[Artifact]:
+    """Every good artifact. Raises CorruptArtifactError for one that is damaged in every root that has it: leaving it out
+    would be found out on the machine that the bundle goes to."""
     taken: set[str] = set()
+    damaged: dict[str, CorruptArtifactError] = {}
     for root in discovery.roots():
         for record, name in root.records():
             if record.key in taken or (archs is not None and record.arch not in archs) or (current and not is_current(record)):
                 continue
             try:
                 artifact = root.load(name)
-            except Miss:
-                continue  # a bad entry does not travel; `tileops verify` names it
+            except Miss as miss:
+                if miss.bad:
+                    reason = f"{record.config_object()} is damaged ({miss}); remove it and warm it again, or export without it"
+                    damaged[record.key] = CorruptArtifactError(f"{root.name}: {reason}.", path=root.path, reason=reason)
+                continue
             taken.add(record.key)
             yield artifact
+    for key, error in damaged.items():
+        if key not in taken:
+            raise error
 
 
 def is_current(record: Record) -> bool:

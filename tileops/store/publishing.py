@@ -27,10 +27,11 @@ class Published:
     reason: str
 
 
-def publish(artifact: Artifact) -> Published:
+def publish(artifact: Artifact, keep: bool = True) -> Published:
     """Stores an artifact in the user cache.
 
     A good entry that is there already stays (whoever loses a race uses its own bytes); a bad one is replaced in one step.
+    With ``keep``, what cannot be stored stays in this process's memory, with one warning.
 
     Raises:
         CorruptArtifactError: the artifact's bytes do not match its record. Nothing else: the file system's faults are in
@@ -39,20 +40,22 @@ def publish(artifact: Artifact) -> Published:
     artifact.check(str(artifact.record.config_object()))
     where = places.location()
     if where.path is None:
-        return _kept(artifact, where.reason or "there is no cache folder", "")
+        return _kept(artifact, where.reason or "there is no cache folder", "", keep)
     root = CacheRoot("cache", f"cache {where.path}", where.path)
     try:
         with root.opened(create=True) as fd:
             files.sweep(os.path.join(where.path, LAYOUT), *HIDDEN)
             reason = _publish(root, fd, artifact)
     except (OSError, Unusable) as error:
-        return _kept(artifact, files.describe(error), where.path)
+        return _kept(artifact, files.describe(error), where.path, keep)
     notes.count("published")
     memory.forget(artifact.record.key)
     return Published(True, os.path.join(where.path, LAYOUT, entry_name(artifact.record)), reason)
 
 
-def _kept(artifact: Artifact, reason: str, path: str) -> Published:
+def _kept(artifact: Artifact, reason: str, path: str, keep: bool) -> Published:
+    if not keep:
+        return Published(False, None, reason)
     memory.keep(artifact)
     notes.count("publish_failures")
     notes.warn_once(
