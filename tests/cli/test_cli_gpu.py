@@ -14,9 +14,15 @@ VALUES = ("--chunk-size", "16", "--head-dim", "16", "--d-state", "16")
 
 @pytest.fixture
 def seen(tileops, monkeypatch):
-    """The command with the GPUs visible."""
+    """The command with the GPUs visible. HOME is not the watched folder: NVIDIA's driver makes ``.nv`` there."""
     hidden = tileops.environment
-    monkeypatch.setattr(tileops, "environment", lambda **more: {k: v for k, v in hidden(**more).items() if k != "CUDA_VISIBLE_DEVICES"})
+
+    def shown(**more):
+        env = {**hidden(**more), "HOME": str(tileops.cwd.parent / "home")}
+        del env["CUDA_VISIBLE_DEVICES"]
+        return env
+
+    monkeypatch.setattr(tileops, "environment", shown)
     return tileops
 
 
