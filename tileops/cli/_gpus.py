@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tileops import catalog
 from tileops.cli._exit import UsageError
-from tileops.errors import DriverError, IncompatibleArtifactError
+from tileops.errors import DriverError
 
 if TYPE_CHECKING:
     from tileops.driver import DeviceInfo
@@ -59,20 +59,8 @@ def places(chosen: tuple[str, ...] | None) -> list[Place]:
     for info in gpus:
         archs = catalog.archs_for(*info.capability)
         if not archs:
-            raise unsupported(info)
+            from tileops import driver
+
+            raise driver.unsupported(info)
         found.setdefault((info.capability, info.max_smem), Place(archs, info))
     return list(found.values())
-
-
-def unsupported(info: DeviceInfo) -> IncompatibleArtifactError:
-    """The error for a GPU that no arch of this package runs on."""
-    major, minor = info.capability
-    return IncompatibleArtifactError(
-        f"GPU {info.ordinal} is a {info.name} (compute capability {major}.{minor}), and kernels exist for {', '.join(catalog.ARCHS)} only.",
-        key=None,
-        arch=None,
-        gpu=info.name,
-        capability=info.capability,
-        driver=info.driver,
-        needs="a supported arch",
-    )

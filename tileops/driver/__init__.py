@@ -27,7 +27,7 @@ from tileops.config import Artifact, Record
 from tileops.driver import _api
 from tileops.errors import CorruptArtifactError, IncompatibleArtifactError
 
-__all__ = ["DeviceInfo", "Kernel", "Launch", "check", "device_count", "device_info", "load", "stats", "stream_handle"]
+__all__ = ["DeviceInfo", "Kernel", "Launch", "check", "device_count", "device_info", "load", "stats", "stream_handle", "unsupported"]
 
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 
@@ -91,6 +91,21 @@ def device_info(device: int) -> DeviceInfo:
             driver=_api.driver_version(),
         )
     return info
+
+
+def unsupported(info: DeviceInfo) -> IncompatibleArtifactError:
+    """The error for a GPU that no arch of this package runs on."""
+    major, minor = info.capability
+    return IncompatibleArtifactError(
+        f"Device {info.ordinal} is a {info.name} (compute capability {major}.{minor}), and kernels exist for "
+        f"{', '.join(catalog.ARCHS)} only; run on a supported GPU, or pass target='reference'.",
+        key=None,
+        arch=None,
+        gpu=info.name,
+        capability=info.capability,
+        driver=info.driver,
+        needs="a supported arch",
+    )
 
 
 def device_count() -> int:

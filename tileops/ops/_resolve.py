@@ -37,24 +37,9 @@ def obtain(kernel: str, values: dict[str, Value], device: int) -> driver.Kernel:
         info = driver.device_info(device)
         archs = catalog.archs_for(*info.capability)
         if not archs:
-            raise unsupported_gpu(info)
+            raise driver.unsupported(info)
         found = _loaded[key] = driver.load(_artifact(kernel, values, archs, info), device)
     return found
-
-
-def unsupported_gpu(info: driver.DeviceInfo) -> IncompatibleArtifactError:
-    """The error for a GPU that no arch of this package runs on."""
-    major, minor = info.capability
-    return IncompatibleArtifactError(
-        f"Device {info.ordinal} is a {info.name} (compute capability {major}.{minor}), and kernels exist for "
-        f"{', '.join(catalog.ARCHS)} only; run on a supported GPU, or pass target='reference'.",
-        key=None,
-        arch=None,
-        gpu=info.name,
-        capability=info.capability,
-        driver=info.driver,
-        needs="a supported arch",
-    )
 
 
 def _artifact(kernel: str, values: dict[str, Value], archs: tuple[str, ...], info: driver.DeviceInfo) -> Artifact:
@@ -168,7 +153,7 @@ def load_all(kernels: Iterable[tuple[str, dict[str, Value]]], device: int | str 
         torch.empty(1, device="cuda")  # makes the primary context current, which a load needs
         archs = catalog.archs_for(*driver.device_info(index).capability)
         if not archs:
-            raise unsupported_gpu(driver.device_info(index))
+            raise driver.unsupported(driver.device_info(index))
         chosen: dict[tuple[Any, ...], tuple[str, dict[str, Value]]] = {}
         for kernel, partial in kernels:
             if required:
