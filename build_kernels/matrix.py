@@ -115,7 +115,10 @@ def _expand(block: Mapping[str, Any], archs: Sequence[str], where: str) -> Itera
         fields = catalog.KERNELS[kernel]
         _known(block, {"kernel", "archs", *fields}, where)
         given = {name: _list(block, name, where) for name in fields if name in block}
-        for arch in archs:
+        own = [arch for arch in archs if catalog.exists(kernel, arch)]
+        if not own:
+            raise MatrixError(f"{where}: kernel {kernel} exists for {', '.join(catalog.ONLY_ON[kernel])} only.")
+        for arch in own:
             for values in product(*given.values()):
                 for full in catalog.expand(kernel, dict(zip(given, values))):
                     yield catalog.config(kernel, arch, **full)

@@ -57,7 +57,7 @@ def _build(kernel: str, fields: tuple[tuple[str, Any], ...]) -> tuple[Any, list[
     command = [COMPILER, "-O2", "-shared", "-fPIC", "-w", f"-I{include}", str(source), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{kernel} {fields}\n{done.stderr[:4000]}"
-    return getattr(ctypes.CDLL(str(library)), symbol), [_param(p) for p in function.params]
+    return getattr(ctypes.CDLL(str(library)), symbol), [_param(p, {}) for p in function.params]
 
 
 def run(kernel: str, fields: dict[str, Any], tensors: dict[str, np.ndarray], **scalars: float) -> None:

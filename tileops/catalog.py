@@ -74,15 +74,35 @@ KERNELS: dict[str, dict[str, tuple[Value, ...]]] = {
         "dt_dtype": ("float32", *DTYPES),
         "aligned": BOOLS,
     },
+    "fused_clear": {},
+    "fused_main": {
+        "P": HEAD_DIMS,
+        "N": STATE_DIMS,
+        "dtype": DTYPES,
+        "softplus": BOOLS,
+        "has_bias": BOOLS,
+        "has_initial_states": BOOLS,
+    },
     "recurrent": {"P": HEAD_DIMS, "N": STATE_DIMS, "dtype": DTYPES, "tied": BOOLS},
 }
 
+#: Kernels that exist for some archs only; every other one exists for all of ARCHS.
+ONLY_ON = {"fused_clear": ("sm_90a",), "fused_main": ("sm_90a",)}
+
+
+def exists(kernel: str, arch: str) -> bool:
+    """Whether this package has ``kernel`` for ``arch``."""
+    return kernel not in ONLY_ON or arch in ONLY_ON[kernel]
+
 
 def config(kernel: str, arch: str, **values: Value) -> KernelConfig:
-    """The config of ``kernel`` with these values. Raises ValueError where a field is missing, unknown or unsupported."""
+    """The config of ``kernel`` with these values. Raises ValueError where a field is missing, unknown or unsupported, and for
+    an arch that the kernel does not exist for."""
     fields = KERNELS.get(kernel)
     if fields is None:
         raise ValueError(f"kernel {kernel!r} does not exist; expected one of {', '.join(KERNELS)}.")
+    if not exists(kernel, arch):
+        raise ValueError(f"kernel {kernel} exists for {', '.join(ONLY_ON[kernel])} only, not for {arch}.")
     if set(values) != set(fields):
         raise ValueError(f"kernel {kernel} takes {sorted(fields)}; got {sorted(values)}.")
     for name, value in values.items():
@@ -106,6 +126,8 @@ def for_model(*, chunk_size: int, head_dim: int, d_state: int, dtype: str, archs
     found: dict[str, KernelConfig] = {}
     for arch in archs:
         for kernel, fields in KERNELS.items():
+            if not exists(kernel, arch):
+                continue
             for values in expand(kernel, {name: value for name, value in known.items() if name in fields}):
                 made = config(kernel, arch, **values)
                 found[made.key] = made

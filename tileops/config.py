@@ -78,11 +78,45 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class Param:
-    """One kernel parameter. ``bind`` is a tensor's name for pointers, else an expression (see tileops.expr)."""
+    """One kernel parameter. ``bind`` is a tensor's name for pointers and tensor maps, else an expression (see tileops.expr)."""
 
     name: str
-    kind: str  # "pointer" | "int32" | "int64" | "float32"
+    kind: str  # of PARAM_KINDS
     bind: str
+
+
+PARAM_KINDS = ("pointer", "tensormap", "int32", "int64", "float32")
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What cuTensorMapEncodeTiled is told for a parameter of kind "tensormap", besides the tensor's address.
+
+    Dimensions go innermost first. Element strides are 1, nothing is interleaved, and what lies outside reads as 0.
+    """
+
+    dtype: int  # CUtensorMapDataType
+    dims: tuple[str, ...]  # elements: expressions
+    strides: tuple[str, ...]  # bytes, of every dimension but the innermost: expressions
+    box: tuple[int, ...]  # elements
+    swizzle: int  # CUtensorMapSwizzle
+    promotion: int  # CUtensorMapL2promotion
+
+    @classmethod
+    def from_dict(cls, data: Any) -> TensorMap:
+        """Raises ValueError with the reason where ``data`` is no tensor map."""
+        if not isinstance(data, dict) or set(data) != {f.name for f in fields(cls)}:
+            raise ValueError("fields differ from the schema")
+        for name, kind in (("dims", str), ("strides", str), ("box", int)):
+            if not isinstance(data[name], (list, tuple)) or not all(type(v) is kind for v in data[name]):
+                raise ValueError(f"{name} is no list of {kind.__name__}")
+        for name in ("dtype", "swizzle", "promotion"):
+            if type(data[name]) is not int or data[name] < 0:
+                raise ValueError(f"{name} is no number")
+        rank = len(data["dims"])
+        if not 1 <= rank <= 5 or len(data["strides"]) != rank - 1 or len(data["box"]) != rank:
+            raise ValueError("dims, strides and box differ in rank")
+        return cls(**{**data, "dims": tuple(data["dims"]), "strides": tuple(data["strides"]), "box": tuple(data["box"])})
 
 
 @dataclass(frozen=True)
@@ -108,9 +142,14 @@ class Record:
     alignment: dict[str, int]  # tensor name -> bytes its base address must be a multiple of
     min_driver: int  # lowest CUDA driver API version that can load the cubin, as cuDriverGetVersion counts (12080)
     provenance: dict[str, Any] = field(default_factory=dict)  # versions and flags of tileops, TileLang, compiler
+    tensormaps: dict[str, TensorMap] = field(default_factory=dict)  # parameter's name -> how it is encoded
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON holds it: ``tensormaps`` only where there are some."""
+        data = asdict(self)
+        if not self.tensormaps:
+            del data["tensormaps"]
+        return data
 
     def to_json(self) -> str:
         return canonical_json(self.to_dict())
@@ -128,6 +167,7 @@ class Record:
         if not isinstance(data, dict):
             raise bad("not a JSON object")
         names = [f.name for f in fields(cls)]
+        data = {"tensormaps": {}, **data}
         if set(data) != set(names):
             raise bad(f"fields differ from the schema: {sorted(set(data) ^ set(names))}")
         if data["schema"] != SCHEMA:
@@ -135,7 +175,7 @@ class Record:
         expected = {
             str: ("key", "kernel", "arch", "source", "cubin_sha256", "symbol"),
             int: ("cubin_size", "dynamic_smem", "static_smem", "registers", "spills", "min_driver"),
-            dict: ("config", "alignment", "provenance"),
+            dict: ("config", "alignment", "provenance", "tensormaps"),
             list: ("params", "grid", "block"),
         }
         for kind, keys in expected.items():
@@ -155,13 +195,21 @@ class Record:
         if not all(isinstance(v, (str, int, bool)) for v in data["config"].values()):
             raise bad("config holds a value that is neither text nor an integer")
         for p in params:
-            if not isinstance(p.name, str) or p.kind not in ("pointer", "int32", "int64", "float32") or not isinstance(p.bind, str):
+            if not isinstance(p.name, str) or p.kind not in PARAM_KINDS or not isinstance(p.bind, str):
                 raise bad(f"param {p.name!r} has kind {p.kind!r}")
+        maps: dict[str, TensorMap] = {}
+        for name, value in data["tensormaps"].items():
+            try:
+                maps[name] = TensorMap.from_dict(value)
+            except ValueError as error:
+                raise bad(f"tensormaps: {name}: {error}") from None
+        if set(maps) != {p.name for p in params if p.kind == "tensormap"}:
+            raise bad("tensormaps are not those of the params")
         if len(data["grid"]) != 3 or not all(isinstance(g, str) for g in data["grid"]):
             raise bad("grid is not three expressions")
         if len(data["block"]) != 3 or not all(type(b) is int for b in data["block"]):
             raise bad("block is not three integers")
-        record = cls(**{**data, "params": params, "grid": tuple(data["grid"]), "block": tuple(data["block"])})
+        record = cls(**{**data, "params": params, "tensormaps": maps, "grid": tuple(data["grid"]), "block": tuple(data["block"])})
         if record.config_object().key != record.key:
             raise bad("key does not match the fields it is the hash of")
         return record

@@ -51,6 +51,11 @@ def test_blocks_archs_and_shared_kernels(tmp_path):
     assert {c.arch for c in matrix.load(path, archs=["sm_89"])} == {"sm_89"}
 
 
+def test_a_kernel_that_some_archs_lack_is_built_for_the_others(tmp_path):
+    path = write(tmp_path, 'archs = ["sm_80", "sm_90a"]\n[[block]]\nkernel = "fused_clear"')
+    assert [(c.kernel, c.arch) for c in matrix.load(path)] == [("fused_clear", "sm_90a")]
+
+
 def test_names_stand_in_place_of_the_blocks():
     assert matrix.load(archs=["sm_90a"], names=["plamo-2-8b"]) == models.preset("plamo-2-8b").kernels(["sm_90a"])
 
@@ -88,6 +93,7 @@ def test_a_pattern_that_selects_nothing_is_refused(pattern):
         ('[[block]]\nkernel = "conv"', "kernel is 'conv'"),
         ('[[block]]\nkernel = "state_passing"\nQ = [64]', "Q not understood"),
         ('[[block]]\nkernel = "recurrent"\nP = [60]', "does not support P=60"),
+        ('archs = ["sm_80"]\n[[block]]\nkernel = "fused_clear"', "fused_clear exists for sm_90a only"),
         ('[[block]]\nkernel = "recurrent"\nP = 64', "P is 64; expected a list"),
         ('[[block]]\nkernel = "recurrent"\nP = [[64]]', "does not support P"),
         ('[[block]]\nchunk_size = [100]\nhead_dim_and_d_state = [[64, 128]]\ndtype = ["bfloat16"]', "does not support Q=100"),

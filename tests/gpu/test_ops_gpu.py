@@ -546,6 +546,18 @@ def test_decode_report_37_an_expanded_rate_gives_the_bits_of_a_full_one():
     assert torch.equal(state, other) and torch.equal(state, third)
 
 
+@pytest.mark.parametrize("batch", [15, 16, 17])
+def test_decode_report_64_a_row_of_a_full_A_has_the_same_bits_alone(batch):
+    # From 16 rows on, a CTA takes two of them; 17 leaves one over.
+    A, dt, x, B, C, state = decode(batch, 8, 64, 128, 2, BF16, tied=False)
+    rows = [state[b : b + 1].clone() for b in range(batch)]
+    y = call(SSDRecurrentFwdOp(), A, dt, x, B, C, state)
+    for b, row in enumerate(rows):
+        one = slice(b, b + 1)
+        assert torch.equal(call(SSDRecurrentFwdOp(), A, dt[one], x[one], B[one], C[one], row), y[one])
+        assert torch.equal(row, state[one])
+
+
 def test_decode_report_12_infinite_rate_forgets_and_no_time_keeps():
     for tied in (False, True):
         A, dt, x, B, C, state = decode(4, 8, 64, 128, 2, BF16, tied)

@@ -14,7 +14,7 @@ import helpers_store as h
 import pytest
 
 import tileops.config
-from tileops.config import Artifact, KernelConfig, Record
+from tileops.config import Artifact, KernelConfig, Param, Record, TensorMap
 from tileops.errors import CorruptArtifactError
 
 #: Keys of these configs with this source text digest, for ever (or until config.SCHEMA is raised).
@@ -134,9 +134,62 @@ def test_record_round_trip():
     assert again.config_object() == h.config()
 
 
+MAP = TensorMap(dtype=9, dims=("64", "H", "S"), strides=("x.stride1 // 8 * 16", "H * 128"), box=(64, 1, 64), swizzle=3, promotion=2)
+
+
+def mapped() -> Record:
+    params = (Param("A", "pointer", "A"), Param("x_desc", "tensormap", "x"), Param("B", "int32", "B"))
+    return h.artifact(params=params, tensormaps={"x_desc": MAP}).record
+
+
+def test_record_round_trip_with_tensor_maps():
+    record = mapped()
+    again = Record.from_dict(json.loads(record.to_json()))
+    assert again == record
+    assert again.tensormaps["x_desc"] == MAP
+    assert again.to_json() == record.to_json()
+
+
+def test_a_record_without_tensor_maps_does_not_mention_them():
+    assert "tensormaps" not in json.loads(h.artifact().record.to_json())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"surplus": 1}, "fields differ"),
+        ({"dims": ["64", "H", 3]}, "dims"),
+        ({"dims": "64"}, "dims"),
+        ({"strides": ["16"]}, "rank"),
+        ({"box": [64, 1]}, "rank"),
+        ({"box": [64, 1, True]}, "box"),
+        ({"dims": [], "strides": [], "box": []}, "rank"),
+        ({"dims": ["1"] * 6, "strides": ["16"] * 5, "box": [1] * 6}, "rank"),
+        ({"swizzle": -1}, "swizzle"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"promotion": True}, "promotion"),
+    ],
+)
+def test_a_malformed_tensor_map_is_refused(change, words):
+    data = json.loads(mapped().to_json())
+    data["tensormaps"]["x_desc"].update(change)
+    with pytest.raises(CorruptArtifactError, match=f"tensormaps: x_desc: .*{words}"):
+        Record.from_dict(data)
+
+
+def test_tensor_maps_are_those_of_the_parameters():
+    data = json.loads(mapped().to_json())
+    one = data["tensormaps"]["x_desc"]
+    for maps in ({}, {"y_desc": one}, {"x_desc": one, "y_desc": one}):
+        with pytest.raises(CorruptArtifactError, match="tensormaps"):
+            Record.from_dict({**data, "tensormaps": maps})
+    with pytest.raises(CorruptArtifactError, match="tensormaps: x_desc"):
+        Record.from_dict({**data, "tensormaps": {"x_desc": None}})
+
+
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Record)])
 def test_a_record_lacking_or_mistyping_a_field_is_refused(name):
-    good = json.loads(h.artifact().record.to_json())
+    good = json.loads(mapped().to_json())
     with pytest.raises(CorruptArtifactError, match=name):
         Record.from_dict({k: v for k, v in good.items() if k != name})
     for wrong in (None, 1.5, [1]):

@@ -72,6 +72,9 @@ def _of_kernel(args: argparse.Namespace) -> list[Wanted]:
         raise _exit.UsageError(f"{len(combinations)} kernels are meant; say more of {left}.")
     found = []
     for place in _gpus.places(args.arch):
+        if not catalog.exists(args.kernel, place.archs[0]):
+            only = ", ".join(catalog.ONLY_ON[args.kernel])
+            raise _exit.UsageError(f"{args.kernel} exists for {only} only, not for {place.archs[0]}: an op there runs other kernels.")
         configs = [catalog.config(args.kernel, place.archs[0], **values) for values in combinations]
         found += _wanted.for_place(configs, place)
     return found

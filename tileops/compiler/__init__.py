@@ -79,6 +79,7 @@ def build(config: KernelConfig) -> Artifact:
             "passes": {k: flags.PASS_CONFIGS[k] for k in sorted(flags.PASS_CONFIGS)},
             "tileops": VERSION,
         },
+        tensormaps=lowered.tensormaps,
     )
     return Artifact(record, assembled.cubin)
 

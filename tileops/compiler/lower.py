@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tileops.compiler import flags
-from tileops.config import KernelConfig, Param
+from tileops.config import KernelConfig, Param, TensorMap
 
 _STRIDE = re.compile(r"(?P<tensor>\w+)_stride(?P<dim>\d+)(?:_div(?P<div>\d+))?")
 
@@ -29,6 +29,7 @@ class Lowered:
     block: tuple[int, int, int]
     dynamic_smem: int
     alignment: dict[str, int]
+    tensormaps: dict[str, TensorMap]
 
 
 def lower(config: KernelConfig) -> Lowered:
@@ -49,7 +50,8 @@ def lower(config: KernelConfig) -> Lowered:
         raise ValueError(f"kernel {config.kernel} lowered to {len(functions)} device functions; one is expected")
     function = functions[0][1]
     extents = dict(function.attrs["thread_extent"].items())
-    params = tuple(_param(p) for p in function.params)
+    descriptors = _descriptors(lowered.host_mod)
+    params = tuple(_param(p, descriptors) for p in function.params)
     return Lowered(
         source=lowered.kernel_source,
         symbol=str(function.attrs["global_symbol"]),
@@ -58,6 +60,7 @@ def lower(config: KernelConfig) -> Lowered:
         block=tuple(int(extents.get(f"threadIdx.{d}", 1)) for d in "xyz"),  # type: ignore[arg-type]
         dynamic_smem=int(function.attrs.get("dyn_shared_memory_buf", 0) or 0),
         alignment=_alignment(params, function),
+        tensormaps={name: _tensormap(name, descriptors[name]) for name in sorted(descriptors)},
     )
 
 
@@ -72,29 +75,70 @@ def _shelter() -> None:
     os.environ.setdefault("XDG_CACHE_HOME", folder)
 
 
-def _param(variable: Any) -> Param:
+def _descriptors(host: Any) -> dict[str, list[Any]]:
+    """The program's tensor maps: parameter -> arguments of the call with which TileLang's own host code encodes it."""
+    found: dict[str, list[Any]] = {}
+    for function in host.functions.values():
+        for variable, arguments in dict(function.attrs.get("tma_descriptor_args") or {}).items():
+            found[str(variable.name)] = list(arguments)
+    return found
+
+
+def _tensormap(name: str, arguments: list[Any]) -> TensorMap:
+    """From (function, map, dtype, rank, tensor, dims, strides from the element's on, box, element strides, interleave, swizzle,
+    promotion, fill)."""
+    dtype, rank = int(arguments[2]), int(arguments[3])
+    dims, strides, box, steps = (arguments[5 + i * rank : 5 + (i + 1) * rank] for i in range(4))
+    interleave, swizzle, promotion, fill = (int(v) for v in arguments[5 + 4 * rank :])
+    if "create_tiled" not in str(arguments[0]) or {int(s) for s in steps} != {1} or interleave or fill:
+        raise ValueError(f"tensor map {name} is of a form that records do not hold")
+    return TensorMap(
+        dtype=dtype,
+        dims=tuple(_expression(d) for d in dims),
+        strides=tuple(_pitch(s) for s in strides[1:]),
+        box=tuple(int(b) for b in box),
+        swizzle=swizzle,
+        promotion=promotion,
+    )
+
+
+def _pitch(node: Any) -> str:
+    """A stride in bytes. That of a dimension of size 1, which is bound as 0, must still be one that the driver takes."""
+    text = _expression(node)
+    return f"max({text}, 16)" if ".stride" in text else text
+
+
+def _param(variable: Any, descriptors: dict[str, list[Any]]) -> Param:
     """A parameter and its binding, which its name tells: ``x_stride0_div8`` is ``x.stride0 // 8``, ``B`` is B."""
     name, dtype = str(variable.name), str(variable.dtype)
+    if name in descriptors:
+        return Param(name, "tensormap", str(descriptors[name][4].name))
     if dtype == "handle":
         return Param(name, "pointer", name)
     if dtype not in ("int32", "int64", "float32"):
         raise ValueError(f"kernel parameter {name} has dtype {dtype}; int32, int64 and float32 can be passed")
+    return Param(name, dtype, _binding(name))
+
+
+def _binding(name: str) -> str:
     match = _STRIDE.fullmatch(name)
     if match is None:
-        return Param(name, dtype, name)
+        return name
     bind = f"{match['tensor']}.stride{match['dim']}"
-    return Param(name, dtype, f"{bind} // {match['div']}" if match["div"] else bind)
+    return f"{bind} // {match['div']}" if match["div"] else bind
 
 
 def _alignment(params: tuple[Param, ...], function: Any) -> dict[str, int]:
     """Bytes each base address must be a multiple of: 16 where loads may be vectorised, else the element's size.
 
-    A tensor passed with plain strides is read one element at a time; one without strides is contiguous and read wide.
+    A tensor passed with plain strides is read one element at a time; one without strides is contiguous and read wide, as is
+    one behind a tensor map.
     """
     strides = [m for m in (_STRIDE.fullmatch(p.name) for p in params) if m]
     plain = {m["tensor"] for m in strides if not m["div"]} - {m["tensor"] for m in strides if m["div"]}
-    sizes = {str(p.name): _element_bytes(p) for p in function.params if str(p.dtype) == "handle"}
-    return {name: size if name in plain else 16 for name, size in sizes.items()}
+    variables = {str(p.name): p for p in function.params}
+    found = {p.bind: _element_bytes(variables[p.name]) if p.bind in plain else 16 for p in params if p.kind == "pointer"}
+    return {**found, **{p.bind: 16 for p in params if p.kind == "tensormap"}}
 
 
 def _element_bytes(variable: Any) -> int:
@@ -110,7 +154,8 @@ def _expression(node: Any) -> str:
     if isinstance(node, int):
         return str(node)
     if isinstance(node, tir.Var):
-        return str(node.name)
+        bind = _binding(str(node.name))
+        return f"({bind})" if " " in bind else bind
     if isinstance(node, tir.IntImm):
         return str(int(node))
     if isinstance(node, tir.Cast):
@@ -128,4 +173,4 @@ def _expression(node: Any) -> str:
             return text.format(_expression(node.a), _expression(node.b))
     if isinstance(node, tir.Call) and "shift_right" in str(node.op):
         return f"({_expression(node.args[0])} // {2 ** int(node.args[1])})"
-    raise ValueError(f"grid extent {node} is outside the record's grammar")
+    raise ValueError(f"size {node} is outside the record's grammar")

@@ -2,7 +2,7 @@
 
 ``load``        an Artifact made launchable on one device: arch, driver and shared memory checked first
 ``Kernel``      what load returns: a function handle with its launch description
-``Launch``      one prepared launch: fixed grid and scalars, pointers filled in at each call
+``Launch``      one prepared launch: fixed grid and scalars, addresses filled in at each call
 ``check``       whether a record can run on a device, before anything is loaded
 ``stats``       how many kernels were loaded, in how many milliseconds
 ``device_info`` name, capability, memory and driver of a device, for messages and ``tileops doctor``
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tileops import catalog, expr
-from tileops.config import Artifact, Record
+from tileops.config import Artifact, Record, TensorMap
 from tileops.driver import _api
-from tileops.errors import CorruptArtifactError, IncompatibleArtifactError
+from tileops.errors import IncompatibleArtifactError
 
 __all__ = ["DeviceInfo", "Kernel", "Launch", "check", "device_count", "device_info", "load", "stats", "stream_handle", "unsupported"]
 
@@ -41,6 +41,7 @@ class DeviceInfo:
     capability: tuple[int, int]
     max_smem: int  # bytes of shared memory a CTA may opt in to
     driver: int  # CUDA version the driver supports, 1000 * major + 10 * minor
+    multiprocessors: int
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def device_info(device: int) -> DeviceInfo:
             capability=(_api.attribute("COMPUTE_CAPABILITY_MAJOR", device), _api.attribute("COMPUTE_CAPABILITY_MINOR", device)),
             max_smem=_api.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device),
             driver=_api.driver_version(),
+            multiprocessors=_api.attribute("MULTIPROCESSOR_COUNT", device),
         )
     return info
 
@@ -191,11 +193,53 @@ def load(artifact: Artifact, device: int) -> Kernel:
     return kernel
 
 
-class Launch:
-    """One launch of a kernel with fixed grid and scalars. ``fire`` fills in the pointers and launches.
+#: Size and alignment of a tensor map (CUtensorMap), bytes.
+_MAP_BYTES = 128
 
-    Every parameter lives in an 8-byte slot of one buffer; the driver copies the values during the call. The buffer is
-    shared between threads, so ``fire`` holds a lock from filling it until the driver has returned.
+
+class _Map:
+    """A tensor map in a launch's buffer. It is encoded for the first address; then only the address is replaced, and only by another."""
+
+    def __init__(self, form: TensorMap, sizes: Mapping[str, int], slot: int, about: str) -> None:
+        driver = _api.cuda()
+        rank = len(form.dims)
+        self._slot = slot
+        self._about = about
+        self._handle = driver.CUtensorMap(slot)
+        self._replace = driver.cuTensorMapReplaceAddress
+        self._address: int | None = None
+        self._form = (driver.CUtensorMapDataType(form.dtype), rank)
+        self._rest = (
+            [driver.cuuint64_t(expr.evaluate(d, sizes)) for d in form.dims],
+            [driver.cuuint64_t(expr.evaluate(s, sizes)) for s in form.strides],
+            [driver.cuuint32_t(b) for b in form.box],
+            [driver.cuuint32_t(1)] * rank,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle(form.swizzle),
+            driver.CUtensorMapL2promotion(form.promotion),
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+
+    def point_to(self, address: int) -> None:
+        """Raises DriverError."""
+        if address == self._address:
+            return
+        if self._address is None:
+            encoded = _api.call("cuTensorMapEncodeTiled", *self._form, address, *self._rest, about=self._about)
+            ctypes.memmove(self._slot, encoded.getPtr(), _MAP_BYTES)
+        else:
+            status = self._replace(self._handle, address)[0]
+            if status != 0:
+                raise _api.failure("cuTensorMapReplaceAddress", int(status), self._about)
+        self._address = address
+
+
+class Launch:
+    """One launch of a kernel with fixed grid and scalars. ``fire`` fills in the addresses and launches.
+
+    The parameters live in one buffer: tensor maps, then an 8-byte slot for every other one, pointers first; the driver copies
+    the values during the call. The buffer is shared between threads, so ``fire`` holds a lock from filling it until the
+    driver has returned.
     """
 
     def __init__(self, kernel: Kernel, sizes: Mapping[str, int], floats: Mapping[str, float]) -> None:
@@ -210,32 +254,43 @@ class Launch:
                     f"{record.kernel}: grid {axis} would be {value}, CUDA allows {limit}: the input is too large for one launch."
                 )
         self.kernel = kernel
-        count = len(record.params)
-        self._values = (ctypes.c_uint64 * count)()
-        base = ctypes.addressof(self._values)
-        self._addresses = (ctypes.c_void_p * count)(*range(base, base + 8 * count, 8))
-        self.pointers = tuple(param.bind for param in record.params if param.kind == "pointer")
-        if any(param.kind != "pointer" for param in record.params[: len(self.pointers)]):
-            raise CorruptArtifactError(f"{record.config_object()}: pointers do not come first.", path=record.key, reason="parameter order")
-        for index in range(len(self.pointers), count):
-            param = record.params[index]
+        kinds = {kind: [p for p in record.params if p.kind == kind] for kind in ("pointer", "tensormap")}
+        scalars = [p for p in record.params if p.kind not in kinds]
+        #: Names of the tensors whose addresses ``fire`` takes, in its order.
+        self.tensors = tuple(p.bind for p in (*kinds["pointer"], *kinds["tensormap"]))
+        self._pointers = len(kinds["pointer"])
+        slots_at = _MAP_BYTES * len(kinds["tensormap"])
+        self._buffer = ctypes.create_string_buffer(slots_at + 8 * (self._pointers + len(scalars)) + _MAP_BYTES)
+        start = -ctypes.addressof(self._buffer) % _MAP_BYTES
+        places = {p.name: start + _MAP_BYTES * i for i, p in enumerate(kinds["tensormap"])}
+        self._first = start + slots_at
+        places.update({p.name: self._first + 8 * i for i, p in enumerate((*kinds["pointer"], *scalars))})
+        base = ctypes.addressof(self._buffer)
+        self._addresses = (ctypes.c_void_p * len(record.params))(*(base + places[p.name] for p in record.params))
+        about = f"launching {record.config_object()}"
+        self._maps = tuple(_Map(record.tensormaps[p.name], sizes, base + places[p.name], about) for p in kinds["tensormap"])
+        for param in scalars:
             if param.kind == "float32":
-                self._values[index] = struct.unpack("<I", struct.pack("<f", floats[param.bind]))[0]
+                struct.pack_into("<f", self._buffer, places[param.name], floats[param.bind])
                 continue
             value = expr.evaluate(param.bind, sizes)
             if param.kind == "int32" and not -(2**31) <= value < 2**31:
                 raise ValueError(f"{record.kernel}: {param.bind} = {value} does not fit the kernel's 32-bit parameter.")
-            self._values[index] = value & 0xFFFFFFFFFFFFFFFF
+            struct.pack_into("<Q", self._buffer, places[param.name], value & 0xFFFFFFFFFFFFFFFF)
         self._lock = threading.Lock()
-        self._fill = struct.Struct(f"{len(self.pointers)}Q").pack_into
+        self._fill = struct.Struct(f"{self._pointers}Q").pack_into
         self._arguments = (kernel.function, *grid, *record.block, record.dynamic_smem)
         self._parameters = ctypes.addressof(self._addresses)
         self._launch = _api.cuda().cuLaunchKernel
 
     def fire(self, addresses: Sequence[int], stream: Any) -> None:
-        """Launches on ``stream`` (of ``stream_handle``) with ``addresses`` in the order of ``pointers``. Raises DriverError."""
+        """Launches on ``stream`` (of ``stream_handle``) with ``addresses`` in the order of ``tensors``. Raises DriverError."""
         with self._lock:
-            self._fill(self._values, 0, *addresses)
+            if self._maps:
+                for tensor_map, address in zip(self._maps, addresses[self._pointers :]):
+                    tensor_map.point_to(address)
+                addresses = addresses[: self._pointers]
+            self._fill(self._buffer, self._first, *addresses)
             status = self._launch(*self._arguments, stream, self._parameters, 0)[0]
         if status != 0:
             info = device_info(self.kernel.device)

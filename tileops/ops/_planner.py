@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tileops.config import Value
-from tileops.driver import Launch, stream_handle
+from tileops.driver import Launch, device_info, stream_handle
 from tileops.ops import _resolve
 
 _WORKSPACE_ALIGNMENT = 256
@@ -104,7 +104,7 @@ class Plan:
 class _LaunchStep:
     def __init__(self, launch: Launch, slots: dict[str, Slot]) -> None:
         self._fire = launch.fire
-        self._places = tuple((slots[name].base, slots[name].offset) for name in launch.pointers)
+        self._places = tuple((slots[name].base, slots[name].offset) for name in launch.tensors)
 
     def __call__(self, memory: list[Tensor | None], starts: list[int], stream: Any) -> None:
         self._fire([starts[base] + offset for base, offset in self._places], stream)
@@ -125,6 +125,15 @@ class Planner:
     @property
     def workspace_bytes(self) -> int:
         return self._workspace_offset
+
+    @property
+    def multiprocessors(self) -> int:
+        """SMs of the device."""
+        return device_info(self.device.index).multiprocessors
+
+    def has(self, kernel: str) -> bool:
+        """Whether the package has ``kernel`` for the device's arch."""
+        return bool(_resolve.archs_of(kernel, device_info(self.device.index)))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Slot:
         """A fresh contiguous tensor that the call returns."""

@@ -35,11 +35,16 @@ def obtain(kernel: str, values: dict[str, Value], device: int) -> driver.Kernel:
     found = _loaded.get(key)
     if found is None:
         info = driver.device_info(device)
-        archs = catalog.archs_for(*info.capability)
+        archs = archs_of(kernel, info)
         if not archs:
             raise driver.unsupported(info)
         found = _loaded[key] = driver.load(_artifact(kernel, values, archs, info), device)
     return found
+
+
+def archs_of(kernel: str, info: driver.DeviceInfo) -> tuple[str, ...]:
+    """The archs that this package has ``kernel`` for and whose cubins the device runs, best first."""
+    return tuple(arch for arch in catalog.archs_for(*info.capability) if catalog.exists(kernel, arch))
 
 
 def _artifact(kernel: str, values: dict[str, Value], archs: tuple[str, ...], info: driver.DeviceInfo) -> Artifact:
@@ -157,7 +162,7 @@ def load_all(kernels: Iterable[tuple[str, dict[str, Value]]], device: int | str 
         chosen: dict[tuple[Any, ...], tuple[str, dict[str, Value]]] = {}
         for kernel, partial in kernels:
             if required:
-                found = catalog.expand(kernel, partial)
+                found = catalog.expand(kernel, partial) if any(catalog.exists(kernel, arch) for arch in archs) else []
             else:
                 found = [record.config for arch in archs for record in store.matching(kernel, arch, policy=None, current=True, **partial)]
             for full in found:

@@ -1,4 +1,4 @@
-"""Mamba2FwdOp: the full forward, five stages in one call."""
+"""Mamba2FwdOp: the full forward in one call: one kernel where there is one for the GPU and the layout, else five stages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from tileops.config import Value
 from tileops.ops import _checks
 from tileops.ops._base import Op
+from tileops.ops._fused import plan_fused, serves
 from tileops.ops._layout import packed
 from tileops.ops.chunk_coupling import plan_chunk_coupling
 from tileops.ops.chunk_cumsum import plan_chunk_cumsum
@@ -29,8 +30,9 @@ class Mamba2FwdOp(Op):
         S[t, h, p, n] = exp(v[t, h] * A[h]) * S[t-1, h, p, n] + v[t, h] * x[t, h, p] * B[t, g, n]      S[-1] = initial_states, or 0
         y[t, h, p]    = sum_n S[t, h, p, n] * C[t, g, n]
 
-    It is computed in chunks, as SSDChunkCumsum, SSDChunkCoupling, SSDChunkState, SSDStatePassing, SSDChunkScan in this
-    order, with dt and states in float32 between them. The interface matches mamba_ssm's mamba_chunk_scan_combined,
+    It is computed in chunks: on CUDA by one kernel where there is one (sm_90a, rows of x, B and C 16-byte aligned, no dimension
+    of them expanded), else as SSDChunkCumsum, SSDChunkCoupling, SSDChunkState, SSDStatePassing, SSDChunkScan in this order,
+    with dt and states in float32 between them. The interface matches mamba_ssm's mamba_chunk_scan_combined,
     except that final_states is always returned. The only limit on v is the stage's default, dt_min = 0 (as mamba_ssm's),
     which softplus keeps by itself; use the stages for other limits. D and z are the caller's, and a row is one sequence.
 
@@ -40,7 +42,8 @@ class Mamba2FwdOp(Op):
     initial_states that are not contiguous and 16-byte aligned.
 
     Args:
-        chunk_size: tokens per chunk. It does not change the result but for rounding. The CUDA kernels take 16, 32, 64, 128, 256.
+        chunk_size: tokens per chunk of the five stages. It does not change the result but for rounding, and nothing where one
+            kernel serves. The CUDA kernels take 16, 32, 64, 128, 256.
         dt_softplus: apply softplus to dt + dt_bias before use.
         target: a target name, ``tileops.BUILTIN`` for the in-tree kernels, or None to decide from the input device.
 
@@ -115,6 +118,8 @@ class Mamba2FwdOp(Op):
     def kernels(self) -> list[tuple[str, dict[str, Value]]]:
         Q = self.chunk_size
         return [
+            ("fused_main", {"softplus": self.dt_softplus}),
+            ("fused_clear", {}),
             ("chunk_cumsum", {"Q": Q, "out_dtype": "float32", "softplus": self.dt_softplus}),
             ("chunk_coupling", {"Q": Q}),
             ("chunk_state", {"Q": Q, "dt_dtype": "float32", "has_seq_idx": False}),
@@ -125,6 +130,10 @@ class Mamba2FwdOp(Op):
     def plan(self, p: Planner, *slots: Slot | None) -> tuple[Slot, Slot]:
         x, dt, A, B, C, dt_bias, initial = slots
         assert x is not None and dt is not None and A is not None and B is not None and C is not None
+        limits: dict[str, Any] = {"dt_softplus": self.dt_softplus, "dt_min": 0.0, "dt_max": math.inf}
+        x, B, C = p.dense(x), p.dense(B), p.dense(C)
+        if serves(p, x, B, C):
+            return plan_fused(p, x, dt, A, B, C, dt_bias, initial, **limits)
         batch, _, heads, head_dim = x.shape
         flat = head_dim * B.shape[-1]
         dt_out, dA_cumsum = plan_chunk_cumsum(
@@ -135,9 +144,7 @@ class Mamba2FwdOp(Op):
             dt_bias,
             chunk_len=self.chunk_size,
             out_dtype=torch.float32,
-            dt_softplus=self.dt_softplus,
-            dt_min=0.0,
-            dt_max=math.inf,
+            **limits,
         )
         cb = plan_chunk_coupling(p, p.workspace, C, B, chunk_len=self.chunk_size)
         states = plan_chunk_state(p, p.workspace, x, B, dt_out, dA_cumsum)

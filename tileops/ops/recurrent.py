@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
 
 
+def rows_per_cta(batch: int, tied: bool) -> int:
+    """Batch rows that a CTA does one after the other: two share one reading of a full A where enough CTAs are left for the GPU."""
+    return 2 if not tied and batch >= 16 else 1
+
+
 class SSDRecurrentFwdOp(Op):
     """Mamba-2 recurrent decode step: updates the state in place and returns the token's output.
 
@@ -26,12 +31,13 @@ class SSDRecurrentFwdOp(Op):
     The skip connection (D * x) and the output gate (z * silu) are the caller's.
 
     A rate per head, expanded (``A.view(H, 1, 1).expand(H, P, N)``), together with a step per head, expanded
-    (``dt.unsqueeze(-1).expand(B, H, P)``), is recognised by its strides of 0 and read once per head: the same result, less
+    (``dt.unsqueeze(-1).expand(B, H, P)``), is recognised by its strides of 0 and read once per head: the same bits, less
     memory traffic. ``state`` may be a view of a larger pool (``pool[2:6]``); elements outside the view are not touched.
 
     Source: Dao and Gu, "Transformers are SSMs", 2024 (arXiv 2405.21060), the recurrent form.
-    Targets: any layout of the inputs. On CUDA an x, B_in or C_in whose last dimension is strided is copied at each call, as is
-    an A that is neither a rate per head with a step per head, nor of contiguous 16-byte aligned rows. ``state`` is never copied.
+    Targets: any layout of the inputs. On CUDA an x, B_in or C_in whose last dimension is strided is copied at each call, as
+    are, but for a rate per head with a step per head, a dt whose last dimension is strided or expanded and an A that is not of
+    contiguous 16-byte aligned rows. ``state`` is never copied.
 
     Args:
         target: a target name, ``tileops.BUILTIN`` for the in-tree kernels, or None to decide from the input device.
@@ -104,13 +110,13 @@ class SSDRecurrentFwdOp(Op):
             {"P": head_dim, "N": A.shape[2], "dtype": _checks.dtype_name(x.dtype), "tied": tied},
             {
                 "A": A if tied else rows(p, A),
-                "dt": dt,
+                "dt": dt if tied else p.dense(dt),
                 "x": p.dense(x),
                 "Bm": p.dense(B_in),
                 "Cm": p.dense(C_in),
                 "state": state,
                 "y": y,
             },
-            {"B": batch, "H": heads, "G": B_in.shape[1]},
+            {"B": batch, "H": heads, "G": B_in.shape[1], "per": rows_per_cta(batch, tied)},
         )
         return y
