@@ -39,7 +39,7 @@ WANTED = (
     "chunk_state dt_dtype=float32 has_seq_idx=False aligned=True",
     "state_passing has_initial_states=False",
     "chunk_scan dt_dtype=float32 aligned=True",
-    "recurrent tied=True",
+    "recurrent state_dtype=float32 tied=True",
 )
 
 #: Largest relative error, in norm: the tensor cores' operands are rounded to bfloat16, which costs about 2e-3.
@@ -88,7 +88,7 @@ class Mamba2Block(torch.nn.Module):
         self.dt_bias = vector(step + torch.log(-torch.expm1(-step)))
         self.D = vector(torch.ones(HEADS))
         self.prefill_op = tileops.mamba.Mamba2FwdOp(chunk_size=MODEL.chunk_size)
-        self.decode_op = tileops.mamba.SSDRecurrentFwdOp()
+        self.decode_op = tileops.mamba.SSDRecurrentFwdOp(dt_softplus=True)
 
     def prefill(self, tokens: Tensor) -> tuple[Tensor, Cache, SSDInputs]:
         """tokens (batch, seqlen) -> output (batch, seqlen, D_MODEL), the cache after the last token, and the SSD's inputs."""
@@ -105,10 +105,8 @@ class Mamba2Block(torch.nn.Module):
         window = torch.cat([cache.conv, xbc], dim=1)
         cache.conv.copy_(window[:, 1:])
         x, B, C = (t[:, 0] for t in self._convolve(window.transpose(1, 2)[:, None]))
-        # Expanded, not stored: the op sees a rate and a step per head and reads them once.
-        A = self.A.view(-1, 1, 1).expand(HEADS, HEAD_DIM, D_STATE)
-        step = F.softplus(dt[:, 0] + self.dt_bias).unsqueeze(-1).expand(-1, -1, HEAD_DIM)
-        y = self.decode_op(A, step, x, B, C, cache.state)
+        # A rate, a step and a bias per head: the op reads them once for all its elements.
+        y = self.decode_op(self.A, dt[:, 0], x, B, C, cache.state, dt_bias=self.dt_bias)
         return self._finish(y, x, z[:, 0]), y
 
     def _project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

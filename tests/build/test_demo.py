@@ -48,8 +48,8 @@ def test_demo_builds_verifies_and_agrees(checkout):
 def test_demo_says_no_to_wrong_numbers_and_damaged_kernels(checkout):
     step = checkout / "tileops" / "reference" / "recurrent.py"
     text = step.read_text()
-    assert "state.copy_(new)" in text
-    step.write_text(text.replace("state.copy_(new)", "state.copy_(new * 1.01)"))
+    assert "= new.to(state.dtype)" in text
+    step.write_text(text.replace("= new.to(state.dtype)", "= (new * 1.01).to(state.dtype)"))
     done = demo(checkout)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "TOO LARGE" in done.stdout and "Something is wrong" in done.stdout

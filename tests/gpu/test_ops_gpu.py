@@ -511,7 +511,7 @@ def decode(batch: int, heads: int, head_dim: int, d_state: int, groups: int, dty
         return torch.randn(shape, generator=g, device=DEVICE)
 
     if tied:
-        A = -normal(heads).abs().view(-1, 1, 1).expand(heads, head_dim, d_state)
+        A = (-normal(heads).abs()).view(-1, 1, 1).expand(heads, head_dim, d_state)
         dt = normal(batch, heads).abs().unsqueeze(-1).expand(batch, heads, head_dim)
     else:
         A, dt = -normal(heads, head_dim, d_state).abs(), normal(batch, heads, head_dim).abs()

@@ -38,32 +38,32 @@ def _record(arch: str, kernel: str, **config: object) -> tuple[dict, bytes]:
     raise AssertionError(f"no {kernel} with {config} in {ARTIFACTS / arch}")
 
 
-def test_state_passing_runs_from_its_record_alone():
+def _arch() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def _launch(record: dict, cubin: bytes, tensors: dict[str, torch.Tensor], sizes: dict[str, float]) -> None:
+    """Launches the kernel on the current stream and waits. Tensors that the record has as optional may be missing."""
     from cuda.bindings import driver
 
     def ok(result):
         assert int(result[0]) == 0, result
         return result[1] if len(result) == 2 else result[1:]
 
-    major, minor = torch.cuda.get_device_capability()
-    record, cubin = _record(f"sm_{major}{minor}{'a' if major >= 9 else ''}", "state_passing", has_initial_states=True)
-    batch, chunks, heads, m = 2, 5, 3, 64 * 128
-    generator = torch.Generator("cuda").manual_seed(1)
-    states = torch.randn(batch, chunks, heads, m, device="cuda", generator=generator)
-    decay = -torch.rand(batch, heads, chunks, device="cuda", generator=generator)
-    initial = torch.randn(batch, heads, m, device="cuda", generator=generator)
-    prev = torch.full((batch, chunks, heads, m), float("nan"), device="cuda")
-    final = torch.full((batch, heads, m), float("nan"), device="cuda")
-    tensors = {"states": states, "dA_chunk": decay, "initial_states": initial, "prev_states": prev, "final_states": final}
-    sizes = {"B": batch, "C": chunks, "H": heads, "M": m}
+    sizes = dict(sizes)
     for name, tensor in tensors.items():
         sizes.update({f"{name}.stride{i}": s for i, s in enumerate(tensor.stride())})
-
+    for name in set(record.get("optional", ())) - set(tensors):
+        sizes.update({f"{name}.stride{i}": 0 for i in range(5)})
     values, addresses = [], []
     for param in record["params"]:
         if param["kind"] == "pointer":
-            assert tensors[param["bind"]].data_ptr() % record["alignment"][param["bind"]] == 0
-            values.append(ctypes.c_uint64(tensors[param["bind"]].data_ptr()))
+            tensor = tensors.get(param["bind"])
+            assert tensor is not None or param["bind"] in record["optional"]
+            address = 0 if tensor is None else tensor.data_ptr()
+            assert address % record["alignment"][param["bind"]] == 0
+            values.append(ctypes.c_uint64(address))
         elif param["kind"] == "float32":
             values.append(ctypes.c_float(struct.unpack("<f", struct.pack("<f", sizes[param["bind"]]))[0]))
         else:
@@ -78,9 +78,48 @@ def test_state_passing_runs_from_its_record_alone():
     ok(driver.cuLaunchKernel(function, *grid, *record["block"], record["dynamic_smem"], stream, ctypes.addressof(pointers), 0))
     torch.cuda.synchronize()
 
+
+def test_state_passing_runs_from_its_record_alone():
+    record, cubin = _record(_arch(), "state_passing", has_initial_states=True)
+    batch, chunks, heads, m = 2, 5, 3, 64 * 128
+    generator = torch.Generator("cuda").manual_seed(1)
+    states = torch.randn(batch, chunks, heads, m, device="cuda", generator=generator)
+    decay = -torch.rand(batch, heads, chunks, device="cuda", generator=generator)
+    initial = torch.randn(batch, heads, m, device="cuda", generator=generator)
+    prev = torch.full((batch, chunks, heads, m), float("nan"), device="cuda")
+    final = torch.full((batch, heads, m), float("nan"), device="cuda")
+    tensors = {"states": states, "dA_chunk": decay, "initial_states": initial, "prev_states": prev, "final_states": final}
+    _launch(record, cubin, tensors, {"B": batch, "C": chunks, "H": heads, "M": m})
+
     running, expected = initial.double(), []
     for c in range(chunks):
         expected.append(running)
         running = running * decay[:, :, c, None].double().exp() + states[:, c].double()
     torch.testing.assert_close(prev.double(), torch.stack(expected, 1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(final.double(), running, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_recurrent_runs_from_its_record_alone_with_and_without_optional_tensors(gated):
+    record, cubin = _record(_arch(), "recurrent", P=64, N=128, dtype="bfloat16", state_dtype="float32", tied=True)
+    batch, heads = 3, 4
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    A, dt = (-normal(heads, 1, 1).abs()).expand(heads, 64, 128), normal(batch, heads, 1).abs().expand(batch, heads, 64)
+    x, B, C, z = (normal(batch, *shape).bfloat16() for shape in ((heads, 64), (1, 128), (1, 128), (heads, 64)))
+    state, skip = normal(batch, heads, 64, 128), normal(heads, 64)
+    new = state.double() * torch.exp(dt * A[..., 0]).double().unsqueeze(-1) + (dt * x).double().unsqueeze(-1) * B.double().unsqueeze(2)
+    expected = (new * C.double().unsqueeze(2)).sum(-1)
+    tensors = {"A": A, "dt": dt, "x": x, "Bm": B, "Cm": C, "state": state}
+    if gated:
+        expected = (expected + skip * x.double()) * z.double() * torch.sigmoid(z.double())
+        tensors.update(D=skip, z=z, slots64=torch.arange(batch, device="cuda"))
+    y = torch.full((batch, heads, 64), float("nan"), device="cuda", dtype=torch.bfloat16 if gated else torch.float32)
+    tensors["y_half" if gated else "y"] = y
+    sizes = {"B": batch, "H": heads, "G": 1, "M": batch, "per": 1, "per_group": heads, "softplus_to": -float("inf")}
+    _launch(record, cubin, tensors, sizes)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-2 if gated else 1e-5, atol=1e-5)
+    torch.testing.assert_close(state.double(), new, rtol=1e-5, atol=1e-5)

@@ -20,7 +20,7 @@ def arguments(batch=3, heads=8, head_dim=16, d_state=32, groups=2, dtype=torch.b
         return torch.randn(shape, generator=g)
 
     if tied:
-        A = -normal(heads).abs().view(-1, 1, 1).expand(heads, head_dim, d_state)
+        A = (-normal(heads).abs()).view(-1, 1, 1).expand(heads, head_dim, d_state)
         dt = normal(batch, heads).abs().unsqueeze(-1).expand(batch, heads, head_dim)
     else:
         A, dt = -normal(heads, head_dim, d_state).abs(), normal(batch, heads, head_dim).abs()

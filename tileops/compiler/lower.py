@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import inspect
 import os
 import re
 import shutil
@@ -41,7 +42,10 @@ def lower(config: KernelConfig) -> Lowered:
     from tilelang.engine.lower import lower as lower_program
 
     module = importlib.import_module(f"tileops.kernels.{config.kernel}")
-    program = module.program(**config.fields)
+    fields: dict[str, Any] = config.fields
+    if "arch" in inspect.signature(module.program).parameters:
+        fields["arch"] = config.arch
+    program = module.program(**fields)
     options = {**flags.PASS_CONFIGS, **getattr(module, "PASS_CONFIGS", {})}
     # An explicit target with an explicit arch: TileLang's "auto" would look at the machine's GPU.
     target = tvm.target.Target({"kind": "cuda", "arch": config.arch})

@@ -209,14 +209,14 @@ def real(name: str, *args: Any) -> Any:
     return T.call_extern("float32", name, *args)
 
 
-def program(*, P: int, N: int, dtype: str, state_dtype: str, tied: bool) -> Any:
+def program(*, arch: str, P: int, N: int, dtype: str, state_dtype: str, tied: bool) -> Any:
     packed = 1 if state_dtype == "float32" else 2
     width = 4 * packed  # columns in 16 bytes of the state
     lanes = 4 // packed
     while lanes < min(32, N // width):
         lanes *= 2
     vectors = k.ceildiv(N, width * lanes)
-    rows = min(lanes, max(1, (8 if tied else 4) // (packed * vectors)))
+    rows = min(lanes, max(1, (8 if tied else 4) // vectors))
     step = 32 // lanes  # rows that a warp holds side by side
     share = lanes // rows  # lanes that own the same row; the first writes y
     block_rows = THREADS // 32 * step * rows
@@ -243,7 +243,8 @@ def program(*, P: int, N: int, dtype: str, state_dtype: str, tied: bool) -> Any:
         "PACK_STATE": PACK[state_dtype],
     }
     source = "".join(f"#define {name} {value}\n" for name, value in names.items()) + SOURCE
-    ctas = 6 if tied else 5  # an SM, which limits registers
+    # CTAs an SM, which limits registers: as many as spill none. Bytes in flight count for more: 16-bit states keep their rows instead.
+    ctas = 4 if packed == 2 else 6 if tied or arch not in ("sm_80", "sm_86", "sm_89") else 5
     rates = 1 if tied else rows * vectors * width
     B, H, G, M = k.dims("B H G M")
 
