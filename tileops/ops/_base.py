@@ -28,7 +28,13 @@ Result = Any  # Tensor | tuple[Tensor, ...]
 
 
 class Op:
-    """Base of the operators. Subclasses define ``check``, ``options``, ``plan`` and ``kernels``."""
+    """Base of the operators. Subclasses define ``check``, ``options``, ``empty``, ``plan`` and ``kernels``."""
+
+    #: Arguments of ``forward`` that are written in place.
+    mutated: tuple[str, ...] = ()
+
+    #: The op as ``torch.ops.tileops.*`` (_library.py).
+    library_call: Any
 
     def __init__(self, target: str | None = None) -> None:
         if target is not None:
@@ -56,6 +62,11 @@ class Op:
         """The constructor's values, as keywords of every target's implementation."""
         return {}
 
+    @staticmethod
+    def empty(*tensors: Any, **options: Any) -> Result:
+        """Results of the right shapes and dtypes, their content undefined, for ``options()`` as keywords."""
+        raise NotImplementedError
+
     def check(self, *tensors: Tensor | None) -> None:
         """Raises ValueError or TypeError naming the argument that is wrong, what was expected and what came."""
         raise NotImplementedError
@@ -75,6 +86,8 @@ class Op:
 
     def _run(self, *tensors: Tensor | None) -> Result:
         """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order."""
+        if torch.compiler.is_compiling():
+            return self.library_call(*tensors, **self.options(), target=self.target)
         try:
             key = (*_signature(tensors), torch.is_grad_enabled(), targets.default())
         except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse): check() has the words for it

@@ -13,6 +13,7 @@ from tileops.ops import _checks
 from tileops.ops._base import Op
 from tileops.ops._fused import plan_fused, serves
 from tileops.ops._layout import packed
+from tileops.ops._library import library_op
 from tileops.ops.chunk_coupling import plan_chunk_coupling
 from tileops.ops.chunk_cumsum import plan_chunk_cumsum
 from tileops.ops.chunk_scan import plan_chunk_scan
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
 
 
+@library_op
 class Mamba2FwdOp(Op):
     """Mamba-2 state-space dual (SSD) full forward pass. For each token t, with g = h // (n_heads // n_groups):
 
@@ -94,6 +96,11 @@ class Mamba2FwdOp(Op):
 
     def options(self) -> dict[str, Any]:
         return {"chunk_size": self.chunk_size, "dt_softplus": self.dt_softplus}
+
+    @staticmethod
+    def empty(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        y = x.new_empty(x.shape, dtype=torch.float32)
+        return y, y.new_empty((x.shape[0], *x.shape[2:], B.shape[3]))
 
     def check(self, *tensors: Any) -> None:
         x, dt, A, B, C, dt_bias, initial_states = tensors

@@ -11,6 +11,7 @@ from tileops.config import Value
 from tileops.ops import _checks
 from tileops.ops._base import Op
 from tileops.ops._layout import WIDE, rows
+from tileops.ops._library import library_op
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
@@ -21,6 +22,7 @@ def rows_per_cta(batch: int, tied: bool) -> int:
     return 2 if not tied and batch >= 16 else 1
 
 
+@library_op
 class SSDRecurrentFwdOp(Op):
     """Mamba-2 recurrent decode step: updates the state in place and returns the token's output.
 
@@ -45,6 +47,8 @@ class SSDRecurrentFwdOp(Op):
     Raises:
         TargetError: ``target`` is not registered.
     """
+
+    mutated = ("state",)
 
     def __init__(self, *, target: str | None = None) -> None:
         super().__init__(target)
@@ -72,6 +76,10 @@ class SSDRecurrentFwdOp(Op):
         """
         result: Tensor = self._run(A, dt, x, B_in, C_in, state)
         return result
+
+    @staticmethod
+    def empty(A: Tensor, dt: Tensor, x: Tensor, *_: Any) -> Tensor:
+        return x.new_empty(x.shape, dtype=torch.float32)
 
     def check(self, *tensors: Any) -> None:
         A, dt, x, B_in, C_in, state = tensors
