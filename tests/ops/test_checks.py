@@ -105,7 +105,7 @@ def test_wrong_dtype(op, name, dtype):
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in ARGUMENTS if name != next(iter(good(op)))])
-def test_another_device_than_the_first_arguments(op, name):
+def test_report_49_another_device_than_the_first_arguments(op, name):
     given = good(op)
     given[name] = given[name].to("meta")
     first = next(iter(given))

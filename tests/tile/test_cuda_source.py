@@ -54,7 +54,7 @@ def subscripts(text: str) -> str:
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in catalog.KERNELS if kernel != "fused_clear"])  # no size in its offsets
-def test_every_offset_is_computed_in_64_bits(kernel: str) -> None:
+def test_reports_22_and_23_every_offset_is_computed_in_64_bits(kernel: str) -> None:
     # Where C++ functions do the work, the program computes block coordinates, which the grid bounds: only subscripts are offsets.
     text = subscripts(body(kernel)) if kernel in ("fused_main", "recurrent") else body(kernel).split("{", 1)[1]
     assert "(int64_t)" in text
@@ -83,7 +83,7 @@ def test_no_input_is_read_before_its_tail_test(kernel: str, dtype: str, aligned:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
 @pytest.mark.parametrize("kernel", catalog.KERNELS)
-def test_the_largest_tiles_fit_the_smallest_shared_memory(kernel: str, arch: str) -> None:
+def test_report_52_the_largest_tiles_fit_the_smallest_shared_memory(kernel: str, arch: str) -> None:
     if not catalog.exists(kernel, arch):
         with pytest.raises(ValueError, match="only"):
             catalog.config(kernel, arch, **{name: allowed[0] for name, allowed in catalog.KERNELS[kernel].items()})
