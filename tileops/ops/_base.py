@@ -40,7 +40,7 @@ class Op:
         if target is not None:
             targets.validate(target)
         self.target = target
-        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._plans: dict[object, Plan] = {}
         self._load_known()
 
     @property
@@ -89,7 +89,7 @@ class Op:
         if torch.compiler.is_compiling():
             return self.library_call(*tensors, **self.options(), target=self.target)
         try:
-            key = (*_signature(tensors), torch.is_grad_enabled(), targets.default())
+            key = (_signature(tensors), torch.is_grad_enabled(), targets.default())
         except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse): check() has the words for it
             self.check(*tensors)
             raise
@@ -151,12 +151,12 @@ class Op:
         return _resolve.preload_ops([self], device=device, **values)
 
 
-def _signature(tensors: Sequence[Tensor | None]) -> list[object]:
+def _signature(tensors: Sequence[Tensor | None]) -> tuple[object, ...]:
     """Everything of a call that its plan depends on; equal signatures share a plan."""
-    key: list[object] = []
-    for t in tensors:
-        if t is None:
-            key.append(None)
-        else:
-            key += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg(), t.data_ptr() & 15)
-    return key
+    return tuple(
+        [
+            # get_device: the ordinal, which hashes faster than a torch.device; only calls on CUDA have plans.
+            None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.requires_grad, t.is_neg(), t.data_ptr() & 15)
+            for t in tensors
+        ]
+    )
