@@ -76,9 +76,8 @@ class Plan:
         self._outputs = tuple(planner.outputs)
         self._workspace = planner.workspace_bytes
         self._steps = tuple(planner.steps)
-        first = planner.inputs
         slots = outputs if isinstance(outputs, tuple) else (outputs,)
-        self._returned = tuple(s.base - first for s in slots)
+        self._returned = tuple(s.base for s in slots)  # results, or an input that the call writes
         self._single = not isinstance(outputs, tuple)
 
     def run(self, tensors: Sequence[Tensor | None]) -> Tensor | tuple[Tensor, ...]:
@@ -97,8 +96,8 @@ class Plan:
         for step in self._steps:
             step(memory, starts, stream)
         if self._single:
-            return results[self._returned[0]]
-        return tuple(results[i] for i in self._returned)
+            return memory[self._returned[0]]  # type: ignore[return-value]
+        return tuple(memory[i] for i in self._returned)  # type: ignore[misc]
 
 
 class _LaunchStep:
