@@ -143,12 +143,14 @@ class Record:
     min_driver: int  # lowest CUDA driver API version that can load the cubin, as cuDriverGetVersion counts (12080)
     provenance: dict[str, Any] = field(default_factory=dict)  # versions and flags of tileops, TileLang, compiler
     tensormaps: dict[str, TensorMap] = field(default_factory=dict)  # parameter's name -> how it is encoded
+    optional: tuple[str, ...] = ()  # tensors that a launch may leave out: address 0, strides 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it: ``tensormaps`` only where there are some."""
+        """As JSON holds it: ``tensormaps`` and ``optional`` only where there are some."""
         data = asdict(self)
-        if not self.tensormaps:
-            del data["tensormaps"]
+        for name in ("tensormaps", "optional"):
+            if not data[name]:
+                del data[name]
         return data
 
     def to_json(self) -> str:
@@ -167,7 +169,7 @@ class Record:
         if not isinstance(data, dict):
             raise bad("not a JSON object")
         names = [f.name for f in fields(cls)]
-        data = {"tensormaps": {}, **data}
+        data = {"tensormaps": {}, "optional": [], **data}
         if set(data) != set(names):
             raise bad(f"fields differ from the schema: {sorted(set(data) ^ set(names))}")
         if data["schema"] != SCHEMA:
@@ -176,7 +178,7 @@ class Record:
             str: ("key", "kernel", "arch", "source", "cubin_sha256", "symbol"),
             int: ("cubin_size", "dynamic_smem", "static_smem", "registers", "spills", "min_driver"),
             dict: ("config", "alignment", "provenance", "tensormaps"),
-            list: ("params", "grid", "block"),
+            list: ("params", "grid", "block", "optional"),
         }
         for kind, keys in expected.items():
             for name in keys:
@@ -205,11 +207,15 @@ class Record:
                 raise bad(f"tensormaps: {name}: {error}") from None
         if set(maps) != {p.name for p in params if p.kind == "tensormap"}:
             raise bad("tensormaps are not those of the params")
+        pointers = {p.bind for p in params if p.kind == "pointer"}
+        if not all(isinstance(name, str) and name in pointers for name in data["optional"]):
+            raise bad("optional names what is no pointer")
         if len(data["grid"]) != 3 or not all(isinstance(g, str) for g in data["grid"]):
             raise bad("grid is not three expressions")
         if len(data["block"]) != 3 or not all(type(b) is int for b in data["block"]):
             raise bad("block is not three integers")
-        record = cls(**{**data, "params": params, "tensormaps": maps, "grid": tuple(data["grid"]), "block": tuple(data["block"])})
+        lists = {name: tuple(data[name]) for name in ("grid", "block", "optional")}
+        record = cls(**{**data, "params": params, "tensormaps": maps, **lists})
         if record.config_object().key != record.key:
             raise bad("key does not match the fields it is the hash of")
         return record

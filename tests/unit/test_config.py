@@ -139,7 +139,7 @@ MAP = TensorMap(dtype=9, dims=("64", "H", "S"), strides=("x.stride1 // 8 * 16", 
 
 def mapped() -> Record:
     params = (Param("A", "pointer", "A"), Param("x_desc", "tensormap", "x"), Param("B", "int32", "B"))
-    return h.artifact(params=params, tensormaps={"x_desc": MAP}).record
+    return h.artifact(params=params, tensormaps={"x_desc": MAP}, optional=("A",)).record
 
 
 def test_record_round_trip_with_tensor_maps():
@@ -150,8 +150,21 @@ def test_record_round_trip_with_tensor_maps():
     assert again.to_json() == record.to_json()
 
 
-def test_a_record_without_tensor_maps_does_not_mention_them():
-    assert "tensormaps" not in json.loads(h.artifact().record.to_json())
+def test_a_record_without_tensor_maps_or_optional_tensors_does_not_mention_them():
+    assert not {"tensormaps", "optional"} & set(json.loads(h.artifact().record.to_json()))
+
+
+def test_record_round_trip_with_optional_tensors():
+    record = h.artifact(optional=("x",)).record
+    again = Record.from_dict(json.loads(record.to_json()))
+    assert again == record and again.optional == ("x",)
+    assert again.to_json() == record.to_json()
+
+
+@pytest.mark.parametrize("optional", ["x", ["y"], ["B"], [1], None])
+def test_optional_tensors_are_those_of_pointers(optional):
+    with pytest.raises(CorruptArtifactError, match="optional"):
+        Record.from_dict({**json.loads(h.artifact().record.to_json()), "optional": optional})
 
 
 @pytest.mark.parametrize(
@@ -190,8 +203,9 @@ def test_tensor_maps_are_those_of_the_parameters():
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Record)])
 def test_a_record_lacking_or_mistyping_a_field_is_refused(name):
     good = json.loads(mapped().to_json())
-    with pytest.raises(CorruptArtifactError, match=name):
-        Record.from_dict({k: v for k, v in good.items() if k != name})
+    if name != "optional":
+        with pytest.raises(CorruptArtifactError, match=name):
+            Record.from_dict({k: v for k, v in good.items() if k != name})
     for wrong in (None, 1.5, [1]):
         with pytest.raises(CorruptArtifactError):
             Record.from_dict({**good, name: wrong})

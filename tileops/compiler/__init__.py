@@ -80,6 +80,7 @@ def build(config: KernelConfig) -> Artifact:
             "tileops": VERSION,
         },
         tensormaps=lowered.tensormaps,
+        optional=lowered.optional,
     )
     return Artifact(record, assembled.cubin)
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ class Lowered:
     dynamic_smem: int
     alignment: dict[str, int]
     tensormaps: dict[str, TensorMap]
+    optional: tuple[str, ...]
 
 
 def lower(config: KernelConfig) -> Lowered:
@@ -61,7 +63,17 @@ def lower(config: KernelConfig) -> Lowered:
         dynamic_smem=int(function.attrs.get("dyn_shared_memory_buf", 0) or 0),
         alignment=_alignment(params, function),
         tensormaps={name: _tensormap(name, descriptors[name]) for name in sorted(descriptors)},
+        optional=_optional(config.kernel, getattr(module, "OPTIONAL", ()), params),
     )
+
+
+def _optional(kernel: str, names: Sequence[str], params: Sequence[Param]) -> tuple[str, ...]:
+    """Those of the kernel file's ``OPTIONAL`` that this variant has. The program tests their pointers before it reads through them."""
+    kinds = {p.bind: p.kind for p in params if p.kind in ("pointer", "tensormap")}
+    for name in names:
+        if kinds.get(name, "pointer") != "pointer":
+            raise ValueError(f"kernel {kernel}: {name} is read through a tensor map and cannot be optional")
+    return tuple(sorted(name for name in names if name in kinds))
 
 
 def _shelter() -> None:

@@ -8,7 +8,7 @@ launches: no checks, no arithmetic over sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,7 +77,7 @@ class Plan:
         self._workspace = planner.workspace_bytes
         self._steps = tuple(planner.steps)
         slots = outputs if isinstance(outputs, tuple) else (outputs,)
-        self._returned = tuple(s.base for s in slots)  # results, or an input that the call writes
+        self._returned = tuple(s.base for s in slots)
         self._single = not isinstance(outputs, tuple)
 
     def run(self, tensors: Sequence[Tensor | None]) -> Tensor | tuple[Tensor, ...]:
@@ -88,22 +88,22 @@ class Plan:
             for index in self._densify:
                 tensors[index] = tensors[index].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
         results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
-        memory: list[Tensor | None] = [*tensors, *results]
-        if self._workspace:
-            memory.append(torch.empty(self._workspace, dtype=torch.uint8, device=device))
+        workspace = torch.empty(self._workspace, dtype=torch.uint8, device=device) if self._workspace else None
+        memory: list[Tensor | None] = [*tensors, *results, workspace, None]
         starts = [0 if t is None else t.data_ptr() for t in memory]
         stream = stream_handle(torch._C._cuda_getCurrentRawStream(device.index))
         for step in self._steps:
             step(memory, starts, stream)
         if self._single:
             return memory[self._returned[0]]  # type: ignore[return-value]
-        return tuple(memory[i] for i in self._returned)  # type: ignore[misc]
+        return tuple(memory[base] for base in self._returned)  # type: ignore[misc]
 
 
 class _LaunchStep:
-    def __init__(self, launch: Launch, slots: dict[str, Slot]) -> None:
+    def __init__(self, launch: Launch, slots: Mapping[str, Slot | None]) -> None:
         self._fire = launch.fire
-        self._places = tuple((slots[name].base, slots[name].offset) for name in launch.tensors)
+        places = (slots[name] for name in launch.tensors)
+        self._places = tuple((_ABSENT, 0) if slot is None else (slot.base, slot.offset) for slot in places)
 
     def __call__(self, memory: list[Tensor | None], starts: list[int], stream: Any) -> None:
         self._fire([starts[base] + offset for base, offset in self._places], stream)
@@ -162,23 +162,32 @@ class Planner:
         self,
         kernel: str,
         values: dict[str, Value],
-        tensors: dict[str, Slot],
+        tensors: Mapping[str, Slot | None],
         dims: dict[str, int],
         floats: dict[str, float] | None = None,
     ) -> None:
-        """Adds a launch. ``tensors`` by the kernel's parameter names; strides are bound from them as ``name.stride<i>``."""
+        """Adds a launch. ``tensors`` by the kernel's parameter names, None for one that the kernel takes as optional and that
+        is not given; strides are bound from them as ``name.stride<i>``."""
         if 0 in dims.values():
             return  # nothing to compute; the op has filled what a zero size still defines
         loaded = _resolve.obtain(kernel, values, self.device.index)
-        tensors = {name: self._aligned(slot, loaded.record.alignment.get(name, 1), f"{kernel}: {name}") for name, slot in tensors.items()}
+        record = loaded.record
+        placed: dict[str, Slot | None] = {}
         sizes = dict(dims)
         for name, slot in tensors.items():
+            if slot is None:
+                if name not in record.optional:
+                    raise ValueError(f"{kernel}: {name} is not optional.")
+                placed[name] = None
+                sizes.update((f"{name}.stride{i}", 0) for i in range(_MAX_RANK))
+                continue
+            placed[name] = slot = self._aligned(slot, record.alignment.get(name, 1), f"{kernel}: {name}")
             # The stride of a dimension of size 1 is arbitrary in torch; the kernel may assume that it is a multiple of 16 bytes.
             sizes.update((f"{name}.stride{i}", s if n > 1 else 0) for i, (n, s) in enumerate(zip(slot.shape, slot.stride)))
         launch = Launch(loaded, sizes, floats or {})
         if launch.empty:
             return
-        self.steps.append(_LaunchStep(launch, tensors))
+        self.steps.append(_LaunchStep(launch, placed))
 
     def _aligned(self, slot: Slot, nbytes: int, what: str) -> Slot:
         """``slot``, or a copy of it where the kernel needs a better aligned start (a small vector cut out of a larger one)."""
@@ -212,8 +221,11 @@ def _whole(memory: list[Tensor | None], slot: Slot) -> Tensor:
     return tensor.view(slot.shape) if tensor.is_contiguous() else tensor
 
 
-#: Base index of the workspace: last in the list of memories.
-_WORKSPACE = -1
+#: Base indices at the end of the list of memories: the workspace, and what is not given, whose address is 0.
+_WORKSPACE, _ABSENT = -2, -1
+
+#: Dimensions of the tensors that kernels take, at most.
+_MAX_RANK = 6
 
 
 def _starts_aligned(slot: Slot, nbytes: int) -> bool:
