@@ -317,7 +317,7 @@ def test_a_good_pack_passes():
         ({"batch": 2}, "x: expected batch = 1 where cu_seqlens is given, got 2."),
         ({"cu_seqlens": torch.zeros(4, dtype=torch.int64)}, "cu_seqlens: expected dtype int32, got int64."),
         ({"cu_seqlens": torch.zeros(4, 1, dtype=torch.int32)}, "cu_seqlens: expected shape (n_seqs + 1,), got (4, 1)."),
-        ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, "n_seqs + 1: expected at least 1, got 0."),
+        ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, "cu_seqlens: expected shape (n_seqs + 1,), so at least one value, got none."),
         ({"initial_states": torch.zeros(1, H, P, N)}, "initial_states: expected shape (3, 8, 16, 32), got (1, 8, 16, 32)."),
         ({"cu_seqlens": torch.zeros(4, dtype=torch.int32, device="meta")}, "cu_seqlens: expected device cpu (where x is), got meta."),
     ],

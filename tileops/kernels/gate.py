@@ -13,6 +13,9 @@ from tileops.kernels import _common as k
 
 PASS_CONFIGS = k.PASS_CONFIGS
 
+#: ``parts`` says which of them a launch has.
+OPTIONAL = ("x", "z", "D", "rows")
+
 THREADS = 128
 SKIP, GATE, PACK = 2, 4, 8
 

@@ -26,19 +26,12 @@ def plan_gate(p: Planner, y: Slot, x: Slot, D: Slot | None, z: Slot | None, rows
     aligned = all_aligned(*(s for s in (x if D is not None else None, z) if s is not None)) and _wide(out)
     width = _WIDTH if aligned else 1
 
-    def split(slot: Slot | None) -> Slot:
+    def split(slot: Slot | None) -> Slot | None:
         if slot is None:
-            return _unused(y, 5)
+            return None
         return replace(slot, shape=(*slot.shape[:3], head_dim // width, width), stride=(*slot.stride[:3], width, 1))
 
-    tensors = {
-        "y": split(y),
-        "x": split(x if D is not None else None),
-        "z": split(z),
-        "D": _unused(y, 3),
-        "rows": rows if rows is not None else _unused(y, 1),
-        "out": split(out),
-    }
+    tensors = {"y": split(y), "x": split(x if D is not None else None), "z": split(z), "D": None, "rows": rows, "out": split(out)}
     if D is not None:
         step = D.stride[1] if len(D.shape) == 2 else 0
         tensors["D"] = replace(D, shape=(heads, head_dim // width, width), stride=(D.stride[0], step * width, step))
@@ -49,11 +42,6 @@ def plan_gate(p: Planner, y: Slot, x: Slot, D: Slot | None, z: Slot | None, rows
         tensors,
         {"B": batch, "S": seqlen, "R": y.shape[1], "H": heads, "V": head_dim // width, "parts": parts},
     )
-
-
-def _unused(stand_in: Slot, rank: int) -> Slot:
-    """What the kernel does not touch still has an address and strides."""
-    return replace(stand_in, shape=(1,) * rank, stride=(0,) * rank)
 
 
 def _wide(out: Slot) -> bool:

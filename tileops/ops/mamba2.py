@@ -167,7 +167,8 @@ class Mamba2FwdOp(Op):
         a.optional("dt_bias", dt_bias, ("n_heads",), _checks.FLOAT32)
         if cu_seqlens is not None:
             a.tensor("cu_seqlens", cu_seqlens, ("n_seqs + 1",), _checks.INT32)
-            a.at_least_one("n_seqs + 1")
+            if cu_seqlens.shape[0] == 0:
+                raise ValueError("cu_seqlens: expected shape (n_seqs + 1,), so at least one value, got none.")
             if seq_idx is not None:
                 raise ValueError("seq_idx: expected None where cu_seqlens is given, got both: each says where sequences begin.")
             if x.shape[0] != 1:
