@@ -30,9 +30,9 @@ def body(kernel: str, arch: str = "sm_80", **changed: object) -> str:
 
 
 #: Block coordinates and the sizes they count up to: what an offset multiplies.
-INDEX = r"[BSCHGMRADV]|b|h|g|c|r|a|d|v|bc|bh|bch|bcg"
-#: In these kernels a token and a row too: elsewhere the names are of tiles.
-TOKENS = {kernel: INDEX + "|t|row" for kernel in ("gate", "pack_rows", "pack_steps", "seq_passing")}
+INDEX = r"[BSCHGM]|b|h|g|c|bc|bh|bch|bcg"
+#: In these kernels more: elsewhere the names are of tiles.
+TOKENS = dict.fromkeys(("gate", "pack_rows", "pack_steps", "seq_passing"), INDEX + "|[RADV]|[radvt]|row")
 
 #: Kernels whose tensors are vectors: no size multiplies in their offsets.
 VECTORS = ("fused_clear", "pack_starts", "pack_map")
