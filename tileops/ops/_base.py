@@ -30,6 +30,9 @@ Result = Any  # Tensor | tuple[Tensor, ...]
 class Op:
     """Base of the operators. Subclasses define ``check``, ``options``, ``plan`` and ``kernels``."""
 
+    #: Names of the tensors beyond the spec, which ``forward`` takes as keywords and ``_run`` gets last.
+    features: tuple[str, ...] = ()
+
     def __init__(self, target: str | None = None) -> None:
         if target is not None:
             targets.validate(target)
@@ -74,7 +77,7 @@ class Op:
     # --- running a call ----------------------------------------------------------------------------------------
 
     def _run(self, *tensors: Tensor | None) -> Result:
-        """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order."""
+        """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order, then ``features``."""
         try:
             key = (*_signature(tensors), torch.is_grad_enabled(), targets.default())
         except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse): check() has the words for it
@@ -86,7 +89,9 @@ class Op:
             device = next(t.device for t in tensors if t is not None)
             name = targets.choose(self.target, device.type, self.op_name)
             if name != targets.BUILTIN:
-                return targets.implementation(name, self.op_name)(*tensors, **self.options())
+                spec = len(tensors) - len(self.features)
+                asked = {name: t for name, t in zip(self.features, tensors[spec:]) if t is not None}
+                return targets.implementation(name, self.op_name)(*tensors[:spec], **asked, **self.options())
             self.check_builtin(*tensors)
             with torch.cuda.device(device):
                 plan = self._make_plan(tensors, device)

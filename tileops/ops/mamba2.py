@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
 
 #: The tensors of a call, in forward's order.
-_NAMES = ("x", "dt", "A", "B", "C", "dt_bias", "initial_states", "D", "z", "seq_idx", "cu_seqlens", "out")
+_SPEC = ("x", "dt", "A", "B", "C", "dt_bias", "initial_states")
+_FEATURES = ("D", "z", "seq_idx", "cu_seqlens", "out")
+_NAMES = (*_SPEC, *_FEATURES)
 
 
 class Mamba2FwdOp(Op):
@@ -75,6 +77,8 @@ class Mamba2FwdOp(Op):
             0 <= lowest <= highest, out_dtype not float32, float16 or bfloat16.
         TargetError: ``target`` is not registered.
     """
+
+    features = _FEATURES
 
     def __init__(
         self,
