@@ -33,8 +33,11 @@ class Op:
     #: Arguments of ``forward`` that are written in place.
     mutated: tuple[str, ...] = ()
 
-    #: The op as ``torch.ops.tileops.*`` (_library.py).
-    library_call: Any
+    #: Of ``torch.ops.tileops`` (_library.py).
+    library_name: str
+
+    #: Names of the tensors beyond the spec, which ``forward`` takes as keywords and ``_run`` gets last.
+    features: tuple[str, ...] = ()
 
     def __init__(self, target: str | None = None) -> None:
         if target is not None:
@@ -67,6 +70,10 @@ class Op:
         """Results of the right shapes and dtypes, their content undefined, for ``options()`` as keywords."""
         raise NotImplementedError
 
+    def library_call(self, *tensors: Any) -> Result:
+        """The call as ``torch.ops.tileops.*`` (_library.py makes it)."""
+        raise NotImplementedError
+
     def check(self, *tensors: Tensor | None) -> None:
         """Raises ValueError or TypeError naming the argument that is wrong, what was expected and what came."""
         raise NotImplementedError
@@ -85,9 +92,9 @@ class Op:
     # --- running a call ----------------------------------------------------------------------------------------
 
     def _run(self, *tensors: Tensor | None) -> Result:
-        """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order."""
+        """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order, then ``features``."""
         if torch.compiler.is_compiling():
-            return self.library_call(*tensors, **self.options(), target=self.target)
+            return self.library_call(*tensors)
         try:
             key = (_signature(tensors), torch.is_grad_enabled(), targets.default())
         except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse): check() has the words for it
@@ -99,7 +106,9 @@ class Op:
             device = next(t.device for t in tensors if t is not None)
             name = targets.choose(self.target, device.type, self.op_name)
             if name != targets.BUILTIN:
-                return targets.implementation(name, self.op_name)(*tensors, **self.options())
+                spec = len(tensors) - len(self.features)
+                asked = {name: t for name, t in zip(self.features, tensors[spec:]) if t is not None}
+                return targets.implementation(name, self.op_name)(*tensors[:spec], **asked, **self.options())
             self.check_builtin(*tensors)
             with torch.cuda.device(device):
                 plan = self._make_plan(tensors, device)

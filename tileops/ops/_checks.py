@@ -154,6 +154,16 @@ def limit(name: str, value: Any) -> float:
     return float(value)
 
 
+def step_limits(name: str, value: Any) -> tuple[float, float]:
+    """A constructor's pair of clamp bounds of a step. Raises TypeError for another kind, ValueError unless 0 <= lowest <= highest."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name}: expected a pair of numbers (lowest, highest), got {value!r}.")
+    low, high = (limit(name, bound) for bound in value)
+    if not 0 <= low <= high:
+        raise ValueError(f"{name}: expected 0 <= lowest <= highest (time does not run backwards), got ({low}, {high}).")
+    return low, high
+
+
 def out_dtype(name: str, value: Any) -> torch.dtype:
     """A constructor's storage dtype. Raises TypeError for anything but a torch.dtype, ValueError outside OUT_DTYPES."""
     if not isinstance(value, torch.dtype):
@@ -163,12 +173,11 @@ def out_dtype(name: str, value: Any) -> torch.dtype:
     return value
 
 
-def updated_in_place(name: str, value: Tensor) -> None:
+def updated_in_place(name: str, value: Tensor, what: str = "updated in place") -> None:
     """Raise unless every element of ``value`` has its own memory and rows are contiguous: a copy would lose the update."""
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
-            f"{name}: cannot be updated in place: it was made under torch.inference_mode(); call this op "
-            f"under it too, or pass {name}.clone()."
+            f"{name}: cannot be {what}: it was made under torch.inference_mode(); call this op under it too, or pass {name}.clone()."
         )
     dims = [(stride, size) for size, stride in zip(value.shape, value.stride()) if size > 1]
     reach = 1  # elements spanned by the dimensions of smaller stride
@@ -179,6 +188,26 @@ def updated_in_place(name: str, value: Tensor) -> None:
     if overlaps or (value.shape[-1] > 1 and value.stride(-1) != 1):
         why = "its elements share memory" if overlaps else "its last dimension is not contiguous"
         raise ValueError(
-            f"{name}: cannot be updated in place: expected distinct elements and a last dimension of stride 1, "
+            f"{name}: cannot be {what}: expected distinct elements and a last dimension of stride 1, "
             f"got strides {tuple(value.stride())} for shape {tuple(value.shape)} ({why})."
         )
+
+
+def apart(name: str, value: Any, others: Iterable[tuple[str, Any]]) -> None:
+    """Raise where ``value``, which the call writes, lies in the memory range of one of ``others`` in the same storage."""
+    own = _range(value)
+    for other_name, other in others:
+        if other is value and other is not None:
+            raise ValueError(f"{name}: expected memory of its own, got the tensor passed as {other_name}.")
+        taken = _range(other)
+        if own and taken and own[0] == taken[0] and own[1] < taken[2] and taken[1] < own[2]:
+            raise ValueError(f"{name}: expected memory of its own, got a tensor that overlaps {other_name} in the same storage.")
+
+
+def _range(value: Any) -> tuple[int, int, int] | None:
+    """Storage, first and last byte of a tensor that has memory."""
+    if not isinstance(value, Tensor) or value.is_nested or value.layout != torch.strided or value.is_meta or value.numel() == 0:
+        return None
+    start = value.data_ptr()
+    elements = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()))
+    return value.untyped_storage().data_ptr(), start, start + elements * value.element_size()

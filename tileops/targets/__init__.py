@@ -6,8 +6,9 @@ only) and ``"reference"`` (plain PyTorch, any device). Others come from installe
 
 - ``name: str``, the same name;
 - ``implementation(op_name) -> callable or None``. The callable gets the tensors of the op's ``forward`` in order
-  (None for an optional one that was not passed), checked, then the constructor's values as keywords
-  (``Op.options()``); it returns what ``forward`` returns. None means that the target does not serve this op.
+  (None for an optional one that was not passed), checked, then as keywords those beyond the spec that were passed
+  (``Op.features``) and the constructor's values (``Op.options()``); it returns what ``forward`` returns. None means that the
+  target does not serve this op.
 
 Which target serves a call: the op's explicit ``target=``, else the process default (:func:`set_default_target`), else
 the input's device: CUDA tensors -> BUILTIN, all others -> ``"reference"``.
