@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -55,8 +56,13 @@ def flat(result: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
+def options(op: Any) -> dict[str, Any]:
+    """Every argument of the op's constructor."""
+    return {name: getattr(op, name) for name in inspect.signature(type(op).__init__).parameters if name != "self"}
+
+
 def opcheck(op: Any, arguments: tuple[Tensor | None, ...]) -> None:
-    torch.library.opcheck(getattr(torch.ops.tileops, op.library_name).default, copies(arguments), {**op.options(), "target": None})
+    torch.library.opcheck(getattr(torch.ops.tileops, op.library_name).default, copies(arguments), options(op))
 
 
 def compiled_equals_eager(op: Any, arguments: tuple[Tensor | None, ...], backend: str) -> None:

@@ -154,8 +154,8 @@ def test_a_third_partys_target_gets_what_is_beyond_the_spec_as_keywords_where_it
         """,
     )
     assert out.splitlines() == [
-        "['chunk_size', 'dt_limit', 'dt_softplus', 'out_dtype']",
-        "['D', 'chunk_size', 'dt_limit', 'dt_softplus', 'out_dtype', 'z']",
+        "['chunk_size', 'dt_softplus']",
+        "['D', 'chunk_size', 'dt_softplus', 'z']",
     ]
 
 

@@ -36,7 +36,7 @@ class Op:
     #: Of ``torch.ops.tileops`` (_library.py).
     library_name: str
 
-    #: Names of the tensors beyond the spec, which ``forward`` takes as keywords and ``_run`` gets last.
+    #: Names of the tensors beyond the spec, which ``forward`` takes as keywords and ``_run`` gets last; targets get those that are given.
     features: tuple[str, ...] = ()
 
     def __init__(self, target: str | None = None) -> None:
@@ -62,7 +62,7 @@ class Op:
     # --- what a subclass defines -------------------------------------------------------------------------------
 
     def options(self) -> dict[str, Any]:
-        """The constructor's values, as keywords of every target's implementation."""
+        """The constructor's values, as keywords of every target's implementation; those beyond the spec where they are not the default."""
         return {}
 
     @staticmethod
@@ -73,6 +73,10 @@ class Op:
     def library_call(self, *tensors: Any) -> Result:
         """The call as ``torch.ops.tileops.*`` (_library.py makes it)."""
         raise NotImplementedError
+
+    def full(self, *tensors: Tensor | None) -> Sequence[Tensor | None]:
+        """The tensors as targets get them: short forms that the spec does not have become the spec's."""
+        return tensors
 
     def check(self, *tensors: Tensor | None) -> None:
         """Raises ValueError or TypeError naming the argument that is wrong, what was expected and what came."""
@@ -106,9 +110,7 @@ class Op:
             device = next(t.device for t in tensors if t is not None)
             name = targets.choose(self.target, device.type, self.op_name)
             if name != targets.BUILTIN:
-                spec = len(tensors) - len(self.features)
-                asked = {name: t for name, t in zip(self.features, tensors[spec:]) if t is not None}
-                return targets.implementation(name, self.op_name)(*tensors[:spec], **asked, **self.options())
+                return self._run_on(name, self.full(*tensors))
             self.check_builtin(*tensors)
             with torch.cuda.device(device):
                 plan = self._make_plan(tensors, device)
@@ -120,6 +122,12 @@ class Op:
             return plan.run(tensors)
         with torch.cuda.device(device):
             return plan.run(tensors)
+
+    def _run_on(self, name: str, tensors: Sequence[Tensor | None]) -> Result:
+        options, required = self.options(), len(tensors) - len(self.features)
+        given = {word: tensor for word, tensor in zip(self.features, tensors[required:]) if tensor is not None}
+        function = targets.implementation(name, self.op_name, (*given, *options) if self.features else ())
+        return function(*tensors[:required], **given, **options)
 
     def _make_plan(self, tensors: Sequence[Tensor | None], device: torch.device) -> Plan:
         from tileops.ops._planner import Plan, Planner  # here: it brings the driver, which a CPU user does not need

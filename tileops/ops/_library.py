@@ -66,7 +66,7 @@ def library_op(cls: Class) -> Class:
         return _without(given.get("out"), cls.empty(*given.values(), **options))
 
     def call(op: Op, *args: Any) -> Any:
-        result = getattr(torch.ops.tileops, name)(*args, **op.options(), target=op.target)
+        result = getattr(torch.ops.tileops, name)(*args, **{p.name: getattr(op, p.name) for p in fixed})
         out = dict(zip(names, args)).get("out")
         if out is None:
             return result

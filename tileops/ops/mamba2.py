@@ -147,17 +147,14 @@ class Mamba2FwdOp(Op):
         """
         tensors = (x, dt, A, B, C, dt_bias, initial_states, D, z, seq_idx, cu_seqlens, out)
         if out is not None and not torch.compiler.is_compiling():  # at every call: a plan knows no addresses
-            _checks.apart("out", out, zip(_NAMES, tensors[:-1]))
+            _checks.apart("out", out, dict(zip(_NAMES, tensors[:-1])))
         result: tuple[Tensor, Tensor] = self._run(*tensors)
         return result
 
     def options(self) -> dict[str, Any]:
-        return {
-            "chunk_size": self.chunk_size,
-            "dt_softplus": self.dt_softplus,
-            "dt_limit": self.dt_limit,
-            "out_dtype": self.out_dtype,
-        }
+        extra = {"dt_limit": (0.0, math.inf), "out_dtype": None}
+        asked = {name: getattr(self, name) for name, default in extra.items() if getattr(self, name) != default}
+        return {"chunk_size": self.chunk_size, "dt_softplus": self.dt_softplus, **asked}
 
     @staticmethod
     def empty(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *rest: Any, out_dtype: torch.dtype | None, **_: Any) -> tuple[Tensor, Tensor]:
