@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import Any
 
@@ -26,8 +27,14 @@ def make(spec: Spec, device: str, number: int = 0) -> Tensors:
     def rates(*shape: int) -> Tensor:
         return -torch.rand(*shape, device=device, generator=generator) * 15 - 1
 
+    def bias(*shape: int) -> Tensor:
+        """Such that softplus of it is between 0.001 and 0.1, as Mamba-2 is initialised: most heads remember over many chunks."""
+        step = torch.exp(torch.rand(*shape, device=device, generator=generator) * math.log(100) + math.log(1e-3))
+        return torch.log(torch.expm1(step))
+
     def steps(*shape: int) -> Tensor:
-        return torch.nn.functional.softplus(randn(*shape) - 2)
+        """(batch, heads, ...), after softplus."""
+        return torch.nn.functional.softplus(randn(*shape) / 2 + bias(heads, 1))
 
     if spec.op == "SSDRecurrentFwdOp":
         tensors = {
@@ -46,7 +53,7 @@ def make(spec: Spec, device: str, number: int = 0) -> Tensors:
         return {"x": x.unflatten(-1, (heads, P)), "B": B.unflatten(-1, (groups, N)), "C": C.unflatten(-1, (groups, N))}
 
     def raw_steps() -> Tensors:
-        return {"dt": randn(batch, seqlen, heads) - 2, "A": rates(heads), "dt_bias": randn(heads) / 2}
+        return {"dt": randn(batch, seqlen, heads) / 2, "A": rates(heads), "dt_bias": bias(heads)}
 
     def processed_steps() -> Tensors:
         dt = steps(batch, heads, chunks * Q)

@@ -30,7 +30,7 @@ COPYING = ("tileops010",)
 #: Seconds for one row of one implementation, and for its compilation.
 _MEASURE_LIMIT = 120.0
 _COMPILE_LIMIT = 150.0
-_COLD_LIMIT = 240.0
+_COLD_LIMIT = 180.0
 _COLD_PROCESSES = 5
 
 _LATE = "no answer within"
@@ -295,7 +295,7 @@ def taken(todo: queue.SimpleQueue[Spec]) -> Iterator[Spec]:
 
 def row_of(spec: Spec) -> dict[str, Any]:
     """A row with nothing in it yet. Keys that mean nothing for the op stay out."""
-    row = {key: value for key, value in spec.to_json().items() if value is not None}
+    row: dict[str, Any] = {key: value for key, value in spec.to_json().items() if value is not None}
     return {
         **row,
         **dict.fromkeys(("gpu_us", "host_us", "first_call_ms", "floor_us", "error")),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import exp, log
 from typing import Any
 
+_WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
 TITLES = {"forward": "Full forward", "decode": "Decode", "stages": "Stages", "cold": "Cold processes"}
 
 
@@ -41,13 +42,12 @@ def _peers(rows: list[dict[str, Any]], key: str) -> list[str]:
 def _measured(rows: list[dict[str, Any]]) -> str:
     peers = _peers(rows, "peers_us")
     staged = len({row["op"] for row in rows}) > 1
-    gpu, rest, ratios, worse = [], [], [], 0
+    gpu, rest, ratios, worse = [], [], [], []
     for row in rows:
         name = f"{row['op'].removeprefix('SSD').removesuffix('FwdOp')} {row['name']}" if staged else row["name"]
         ratio = speedup(row)
         ratios += [ratio] if ratio is not None else []
-        errors = [e for e in row["peers_error"].values() if e is not None]
-        worse += bool(errors) and row["error"] is not None and row["error"] > min(errors)
+        worse += [name] if less_accurate(row) else []
         times = [_us(v) for v in (row["gpu_us"], row["floor_us"], *(row["peers_us"].get(p) for p in peers))]
         gpu.append([name, *times, *([f"{ratio:.2f}" if ratio is not None else "–"] if peers else [])])
         hosts = [_us(v) for v in (row["host_us"], *(row["peers_host_us"].get(p) for p in peers))]
@@ -59,7 +59,7 @@ def _measured(rows: list[dict[str, Any]]) -> str:
     if ratios:
         mean = exp(sum(map(log, ratios)) / len(ratios))
         words = f"Best peer / tileops: geometric mean {mean:.2f}, least {min(ratios):.2f}, over {len(ratios)} rows."
-        parts.append(f"{words} Error above the better peer's in {worse} of them.")
+        parts.append(f"{words} Less accurate than the better peer: {', '.join(worse) or 'none'}.")
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for peer, why in row.get("peers_reason", {}).items():
@@ -75,6 +75,14 @@ def speedup(row: dict[str, Any]) -> float | None:
     """GPU time of the fastest peer over ours."""
     times = [us for us in row["peers_us"].values() if us is not None]
     return min(times) / row["gpu_us"] if times and row["gpu_us"] else None
+
+
+def less_accurate(row: dict[str, Any]) -> bool:
+    """Whether our error is more than 5 % above that of the best peer whose output is of our dtype or a narrower one."""
+    ours = _WIDTH.get(row.get("output_dtype"), 0)
+    dtypes = row.get("peers_output_dtype", {})
+    errors = [e for name, e in row["peers_error"].items() if e is not None and _WIDTH.get(dtypes.get(name), 0) <= ours]
+    return bool(errors) and row["error"] is not None and not row["error"] <= 1.05 * min(errors)
 
 
 def _cold(rows: list[dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
     {"command": "versions"}                        -> {"versions": {...}}
     {"command": "machine"}                         -> what runs here
     {"command": "ceilings"}                        -> see timing.ceilings
+    {"command": "selfcheck"}                       -> see reference.selfcheck
     {"command": "prepare", "spec": {...}, "share": [i, n] or null}   -> {"seconds": ...}: compiles what the row needs
     {"command": "measure", "spec": {...}, "contiguous": false}       -> the numbers of the row
 
