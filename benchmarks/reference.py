@@ -44,20 +44,27 @@ def recurrence(x: Tensor, v: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Ten
     return y, state
 
 
-def forward(x: Tensor, v: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``recurrence``, 64 tokens at a time."""
+def forward(
+    x: Tensor, v: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, rounded: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """As ``recurrence``, 64 tokens at a time. With ``rounded``, every operand of a matrix product is rounded to that dtype, and
+    nothing else: the error that tensor cores force on the chunked sum."""
+
+    def operand(t: Tensor) -> Tensor:
+        return t if rounded is None else t.to(rounded).double()
+
     ratio, A, state = x.shape[2] // B.shape[2], A.double(), state.double()
     y = torch.empty(x.shape, dtype=torch.float64, device=x.device)
     for start in range(0, x.shape[1], _CHUNK):
         xs, vs, Bs, Cs = (t[:, start : start + _CHUNK].double() for t in (x, v, B, C))
         cum = (vs * A).cumsum(1)  # batch, token, head
         turned = cum.transpose(1, 2)
-        decay = torch.exp((turned[..., :, None] - turned[..., None, :]).clamp(max=0)).tril()
+        decay = torch.exp((turned[..., :, None] - turned[..., None, :]).clamp(max=0)).tril() * vs.transpose(1, 2)[..., None, :]
         own = torch.einsum("blgn,bsgn->bgls", Cs, Bs).repeat_interleave(ratio, 1) * decay
-        xv, Bh, Ch = xs * vs[..., None], Bs.repeat_interleave(ratio, 2), Cs.repeat_interleave(ratio, 2)
-        y[:, start : start + _CHUNK] = torch.einsum("bhls,bshp->blhp", own, xv)
-        y[:, start : start + _CHUNK] += torch.einsum("blhn,bhpn->blhp", Ch, state) * torch.exp(cum)[..., None]
-        kept = xv * torch.exp(cum[:, -1:] - cum)[..., None]
+        Bh, Ch = Bs.repeat_interleave(ratio, 2), Cs.repeat_interleave(ratio, 2)
+        y[:, start : start + _CHUNK] = torch.einsum("bhls,bshp->blhp", operand(own), xs)
+        y[:, start : start + _CHUNK] += torch.einsum("blhn,bhpn->blhp", Ch, operand(state)) * torch.exp(cum)[..., None]
+        kept = operand(xs * (vs * torch.exp(cum[:, -1:] - cum))[..., None])
         state = state * torch.exp(cum[:, -1])[..., None, None] + torch.einsum("blhp,blhn->bhpn", kept, Bh)
     return y, state
 
@@ -122,11 +129,11 @@ def chunk_scan(x: Tensor, cb: Tensor, dA_cumsum: Tensor, C: Tensor, prev_states:
     return y.flatten(1, 2)[:, :seqlen]
 
 
-def evaluate(spec: Spec, t: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The outputs of a row by name; the first is the one that the row's ``error`` is of."""
+def evaluate(spec: Spec, t: dict[str, Tensor], rounded: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The outputs of a row by name; the first is the one that the row's ``error`` is of. ``rounded``: see ``forward``."""
     if spec.op == "Mamba2FwdOp":
         state = torch.zeros(spec.batch, spec.n_heads, spec.d_head, spec.d_state, dtype=torch.float64, device=t["x"].device)
-        y, state = forward(t["x"], softplus(t["dt"], t["dt_bias"]), t["A"], t["B"], t["C"], state)
+        y, state = forward(t["x"], softplus(t["dt"], t["dt_bias"]), t["A"], t["B"], t["C"], state, rounded)
         return {"y": y, "state": state}
     if spec.op == "SSDRecurrentFwdOp":
         ratio = spec.n_heads // spec.n_groups

@@ -312,7 +312,7 @@ def measured_row(
 ) -> dict[str, Any]:
     request = {"command": "measure", "spec": spec.to_json()}
     row = row_of(spec)
-    mine = ours.ask(request)
+    mine = ours.ask({**request, "rounding": True})
     digest = mine.pop("digest", None)
     row.update({key: value for key, value in mine.items() if key != "failed"})
     if "failed" in mine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-SUITES = ("forward", "decode", "stages", "cold")
+SUITES = ("forward", "decode", "stages", "cold", "models")
 
 STAGES = ("SSDChunkCumsumFwdOp", "SSDChunkCouplingFwdOp", "SSDChunkStateFwdOp", "SSDStatePassingFwdOp", "SSDChunkScanFwdOp")
 
@@ -55,14 +55,36 @@ _FORWARD = [
     _named(2, 4096, 32, d_head=128, d_state=256),
     _named(1, 4096, 112, d_state=64, n_groups=2),
 ]
+#: Models that are served (their heads, P, N, groups): one row for each combination, 2048 tokens.
+_MODELS = [
+    _named(1, 2048, 24),
+    _named(1, 2048, 32),
+    _named(1, 2048, 48),
+    _named(1, 2048, 64),
+    _named(1, 2048, 80),
+    _named(1, 2048, 128),
+    _named(1, 2048, 128, n_groups=8),
+    _named(1, 2048, 112, n_groups=8),
+    _named(1, 2048, 256, d_state=256, n_groups=8),
+    _named(1, 2048, 128, d_head=80, n_groups=8),
+    _named(1, 2048, 96, d_head=80, n_groups=8),
+    _named(1, 2048, 64, n_groups=8),
+    _named(1, 2048, 48, d_state=256),
+    _named(1, 2048, 32, d_head=128, d_state=256),
+    _named(1, 2048, 24, d_head=128, d_state=256),
+    _named(1, 2048, 32, d_head=128, d_state=256, n_groups=2),
+    _named(1, 2048, 48, d_head=32),
+    _named(1, 2048, 112, d_state=64, n_groups=2),
+    _named(1, 2048, 64, d_head=128, d_state=64),
+]
 _BATCHES = [1 << i for i in range(11)]
 _STAGED = [_named(2, 32768, 80), _named(8, 2048, 64), _named(4, 2048, 80), _named(1, 4096, 48)]
 
 
 def specs(suite: str) -> list[Spec]:
     """The rows of a suite (of cold: the two ops that its processes call, and a second shape)."""
-    if suite == "forward":
-        return [Spec(suite, "Mamba2FwdOp", **sizes) for sizes in _FORWARD]
+    if suite in ("forward", "models"):
+        return [Spec(suite, "Mamba2FwdOp", **sizes) for sizes in (_FORWARD if suite == "forward" else _MODELS)]
     if suite == "decode":
         return [
             Spec(suite, "SSDRecurrentFwdOp", f"B={batch} {'per head' if tied else 'full'}", batch, 1, 80, tied=tied)
@@ -85,6 +107,7 @@ def tiny(suite: str) -> list[Spec]:
     sizes: dict[str, Any] = {"batch": 2, "seqlen": 40, "n_heads": 4, "d_head": 16, "d_state": 16, "n_groups": 2, "chunk_size": 16}
     ops = {
         "forward": ["Mamba2FwdOp"],
+        "models": ["Mamba2FwdOp"],
         "decode": ["SSDRecurrentFwdOp"] * 2,
         "stages": STAGES,
         "cold": ["Mamba2FwdOp"] * 2 + ["SSDRecurrentFwdOp"],

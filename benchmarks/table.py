@@ -7,7 +7,7 @@ from math import exp, log
 from typing import Any
 
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
-TITLES = {"forward": "Full forward", "decode": "Decode", "stages": "Stages", "cold": "Cold processes"}
+TITLES = {"forward": "Full forward", "decode": "Decode", "stages": "Stages", "cold": "Cold processes", "models": "Shapes of served models"}
 
 
 def markdown(data: dict[str, Any], suites: Sequence[str]) -> str:

@@ -14,10 +14,11 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import compare, inputs, ours, reference, runner, shapes, table, timing
 from benchmarks.shapes import Spec
+from tileops import models
 
 pytestmark = pytest.mark.xdist_group("benchmarks")  # one run serves many of these tests
 
-TINY = {suite: shapes.tiny(suite) for suite in ("forward", "decode", "stages")}
+TINY = {suite: shapes.tiny(suite) for suite in ("forward", "decode", "stages", "models")}
 ALL_TINY = [spec for specs in TINY.values() for spec in specs]
 
 
@@ -36,6 +37,11 @@ def test_suites_hold_what_the_documentation_says():
     assert names[0] == "1x4096x48" and "1x8192x64 float16" in names and "4x4096x128 P=80 G=8" in names
     with pytest.raises(ValueError, match="no suite"):
         shapes.specs("backward")
+
+
+def test_the_models_suite_has_the_sizes_of_every_preset():
+    rows = {(s.n_heads, s.d_head, s.d_state, s.n_groups) for s in shapes.specs("models")}
+    assert rows == {(m.n_heads, m.head_dim, m.d_state, m.n_groups) for m in models.PRESETS.values()}
 
 
 def test_inputs_are_the_same_each_time_and_views_of_one_projection():
@@ -60,6 +66,14 @@ def test_tied_decode_has_strides_of_zero_and_counts_its_bytes_once():
 
 def test_chunks_equal_the_recurrence_token_by_token():
     assert reference.selfcheck("cpu") < 1e-13
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), [(torch.bfloat16, 5e-4, 3e-3), (torch.float16, 5e-5, 4e-4), (None, 0, 1e-12)])
+def test_rounding_of_the_operands_alone_makes_the_error_of_that_dtype(dtype, low, high):
+    spec = dataclasses.replace(TINY["forward"][0], dtype="bfloat16", seqlen=300)
+    tensors = inputs.make(spec, "cpu")
+    wanted, rounded = reference.evaluate(spec, tensors), reference.evaluate(spec, tensors, dtype)
+    assert all(low <= reference.error(rounded[name], ref) <= high for name, ref in wanted.items())
 
 
 @pytest.mark.parametrize("spec", ALL_TINY, ids=ids)
@@ -177,6 +191,7 @@ def test_rows_set_ours_beside_the_peers(result):
         assert row["peers_error"]["twin"] == row["error"] < 3e-3
         assert row["peers_us"]["absent"] is None and "ModuleNotFoundError" in row["peers_reason"]["absent"]
         assert row["first_call_ms"] > 0 and row["host_us"] > 0 and row["bytes"] > 0
+        assert (set(row.get("rounding_errors", ())) == {"y", "state"}) == (row["op"] == "Mamba2FwdOp")
 
 
 def test_cold_rows_say_what_a_fresh_process_pays(result):
