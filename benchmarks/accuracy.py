@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 import tileops
+from benchmarks import reference
+from benchmarks.reference import error, poison
 from tileops import mamba
 
 #: (batch, seqlen, n_heads, d_head, d_state, n_groups, chunk_size, with initial states, dtype)
@@ -26,38 +28,6 @@ SHAPES = [
     (2, 1000, 24, 64, 128, 1, 256, True, torch.bfloat16),
     (2, 300, 16, 64, 128, 2, 128, True, torch.float16),
 ]
-
-
-def error(out: Tensor, ref: Tensor) -> float:
-    """Relative error in norm; NaN or infinity in ``out`` gives NaN."""
-    return ((out.double() - ref).norm() / ref.norm()).item()
-
-
-def poison() -> None:
-    """Writes NaN over memory that the allocator will hand out next."""
-    blocks = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(16)]
-    del blocks
-
-
-def recurrence(x: Tensor, v: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """y and the final state, token by token in float64. v is dt after bias and softplus."""
-    ratio = x.shape[2] // B.shape[2]
-    x, v, A, state = x.double(), v.double(), A.double(), state.double().clone()
-    B, C = (t.double().repeat_interleave(ratio, 2) for t in (B, C))
-    y = torch.empty_like(x)
-    for t in range(x.shape[1]):
-        state = state * torch.exp(v[:, t] * A)[..., None, None] + (v[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None, :]
-        y[:, t] = (state * C[:, t, :, None, :]).sum(-1)
-    return y, state
-
-
-def chunked(t: Tensor, length: int) -> Tensor:
-    """(batch, seqlen, ...) padded with zeros and cut: (batch, chunks, length, ...)."""
-    batch, seqlen = t.shape[:2]
-    chunks = -(-seqlen // length)
-    padded = t.new_zeros(batch, chunks * length, *t.shape[2:])
-    padded[:, :seqlen] = t
-    return padded.view(batch, chunks, length, *t.shape[2:])
 
 
 def measure(
@@ -74,56 +44,40 @@ def measure(
     B, C = (randn(batch, seqlen, groups, d_state).to(dtype) for _ in range(2))
     state0 = randn(batch, heads, head_dim, d_state) if initial else None
     zeros = torch.zeros(batch, heads, head_dim, d_state, device="cuda")
-    v = dt.double() + bias.double()
-    v = torch.where(v > 20, v, torch.log1p(torch.exp(v)))
-    ratio = heads // groups
+    v = reference.softplus(dt, bias)
     out: dict[str, float] = {}
 
-    y_ref, state_ref = recurrence(x, v, A, B, C, zeros if state0 is None else state0)
+    y_ref, state_ref = reference.recurrence(x, v, A, B, C, zeros if state0 is None else state0)
     poison()
     y, state = mamba.Mamba2FwdOp(Q)(x, dt, A, B, C, bias, state0)
     out["forward y"], out["forward state"] = error(y, y_ref), error(state, state_ref)
 
     poison()
     dt_out, dA = mamba.SSDChunkCumsumFwdOp(Q, dt_softplus=True)(dt, A, bias)
-    v_chunks = chunked(v, Q).permute(0, 3, 1, 2)  # batch, heads, chunks, Q
-    out["cumsum dt"] = error(dt_out, v_chunks)
-    out["cumsum dA"] = error(dA, (v_chunks * A.double()[None, :, None, None]).cumsum(-1))
+    dt_ref, dA_ref = reference.chunk_cumsum(v, A, Q)
+    out["cumsum dt"], out["cumsum dA"] = error(dt_out, dt_ref), error(dA, dA_ref)
 
     poison()
     cb = mamba.SSDChunkCouplingFwdOp(Q)(C, B)
-    Bc, Cc, xc = (chunked(t.double(), Q) for t in (B, C, x))
-    out["coupling"] = error(cb, torch.einsum("bclgn,bcsgn->bcgls", Cc, Bc).tril())
+    out["coupling"] = error(cb, reference.chunk_coupling(C, B, Q))
 
     poison()
     states = mamba.SSDChunkStateFwdOp()(x, B, dt_out, dA)
-    dA64, dt64 = dA.double(), dt_out.double()
-    Bh, Ch = (t.repeat_interleave(ratio, 3) for t in (Bc, Cc))
-    weight = torch.exp(dA64[..., -1:] - dA64) * dt64
-    out["chunk state"] = error(states, torch.einsum("bclhp,bclhn,bhcl->bchpn", xc, Bh, weight))
+    out["chunk state"] = error(states, reference.chunk_state(x, B, dt_out, dA))
 
     poison()
     flat = states.flatten(3)
     first = None if state0 is None else state0.flatten(2)
     prev, final = mamba.SSDStatePassingFwdOp()(flat, dA[..., -1], first)
-    running, before = (zeros if state0 is None else state0).double().flatten(2), []
-    for c in range(flat.shape[1]):
-        before.append(running)
-        running = torch.exp(dA64[:, :, c, -1])[..., None] * running + flat[:, c].double()
+    prev_ref, final_ref = reference.state_passing(flat, dA[..., -1], first)
     # The first chunk starts from zeros without initial states: compared, but it adds nothing to either norm.
-    out["passing prev"], out["passing final"] = (
-        error(prev, torch.stack(before, 1)) if len(before) > 1 or initial else 0.0,
-        error(final, running),
-    )
+    out["passing prev"] = error(prev, prev_ref) if flat.shape[1] > 1 or initial else 0.0
+    out["passing final"] = error(final, final_ref)
 
     poison()
     prev = prev.view(states.shape)
     y = mamba.SSDChunkScanFwdOp()(x, cb, dA, C, prev, dt_out)
-    decay = torch.exp((dA64[..., :, None] - dA64[..., None, :]).clamp(max=0)).tril()
-    mixing = cb.double().repeat_interleave(ratio, 2) * (decay * dt64[..., None, :]).transpose(1, 2)
-    scanned = torch.einsum("bchls,bcshp->bclhp", mixing, xc)
-    scanned += torch.einsum("bclhn,bchpn,bhcl->bclhp", Ch, prev.double(), torch.exp(dA64))
-    out["chunk scan"] = error(y, scanned.flatten(1, 2)[:, :seqlen])
+    out["chunk scan"] = error(y, reference.chunk_scan(x, cb, dA, C, prev, dt_out))
 
     step = randn(batch, heads, head_dim, d_state) if state0 is None else state0.clone()
     for name, expanded in (("tied", True), ("full", False)):
@@ -131,7 +85,7 @@ def measure(
         dt3 = v[:, -1].float().unsqueeze(-1).expand(batch, heads, head_dim)
         if not expanded:
             A3, dt3 = A3.contiguous(), dt3.contiguous()
-        y_ref, state_ref = recurrence(x[:, -1:], v[:, -1:].float(), A, B[:, -1:], C[:, -1:], step)
+        y_ref, state_ref = reference.recurrence(x[:, -1:], v[:, -1:].float(), A, B[:, -1:], C[:, -1:], step)
         updated = step.clone()
         poison()
         y = mamba.SSDRecurrentFwdOp()(A3, dt3, x[:, -1], B[:, -1], C[:, -1], updated)

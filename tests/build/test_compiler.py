@@ -94,7 +94,7 @@ def test_compile_error_keeps_source_and_log(monkeypatch, tmp_path):
     assert "error" in (folder / "log.txt").read_text()
 
 
-def test_too_much_shared_memory_fails_the_build(monkeypatch):
+def test_report_52_too_much_shared_memory_fails_the_build(monkeypatch):
     monkeypatch.setitem(catalog.MAX_SMEM, "sm_90a", 16)
     with pytest.raises(CompileError, match="shared memory"):
         compiler.build(catalog.config("chunk_coupling", "sm_90a", Q=64, N=64, dtype="bfloat16", aligned=True))

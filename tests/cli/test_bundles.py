@@ -48,7 +48,7 @@ def test_export_is_the_same_every_time_and_takes_the_archs_asked_for(tileops, tm
         assert tileops("export", file, "--arch", "sm_90a", TILEOPS_ARTIFACT_PATH=str(place)).status == 0
     assert files[0].read_bytes() == files[1].read_bytes()
     done = tileops("export", tmp_path / "all", "--json", TILEOPS_ARTIFACT_PATH=str(place))
-    assert done.json["archs"] == {"sm_80": len(tiny()), "sm_90a": len(tiny())}
+    assert done.json["archs"] == {"sm_80": len(tiny()), "sm_90a": len(tiny("sm_90a"))}
     done = tileops("import", tmp_path / "all", "--arch", "sm_80", "--into", tmp_path / "root", "--json")
     assert done.status == 0 and done.json["kernels"] == len(tiny()) and not (tmp_path / "root" / "sm_90a").exists()
     assert tileops("import", tmp_path / "one", "--arch", "sm_80").status == 1
@@ -64,8 +64,13 @@ def test_export_of_what_is_not_there_writes_nothing(tileops, tmp_path):
 
 
 def test_export_to_where_nothing_can_be_written(tileops, site, tmp_path):
-    done = tileops("export", tmp_path / "no" / "such" / "bundle", TILEOPS_ARTIFACT_PATH=str(site))
-    assert done.status == 1 and "No such file or directory" in done.err
+    for where, words in (
+        (tmp_path / "no" / "bundle", "no is not a folder"),
+        (tmp_path, "is a folder"),
+        ("/proc/bundle", "cannot be written"),
+    ):
+        done = tileops("export", where, TILEOPS_ARTIFACT_PATH=str(site))
+        assert done.status == 2 and words in done.err
 
 
 @pytest.mark.parametrize("at", [0, 700, -2000])

@@ -93,3 +93,8 @@ def test_explain_follows_the_policy(tileops, monkeypatch, policy, root):
         assert done.status == 1 and kernel["trace"][-1]["reason"] == "not asked: the policy is packaged"
     else:
         assert done.status == 0 and kernel["root"] == f"user cache {tileops.cache}"
+
+
+def test_list_of_a_site_root_that_is_not_there(tileops, tmp_path):
+    done = tileops("list", TILEOPS_ARTIFACT_PATH=str(tmp_path / "absent"))
+    assert done.status == 1 and "absent: the folder does not exist" in done.out

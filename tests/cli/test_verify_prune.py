@@ -153,4 +153,4 @@ def test_list_marks_a_refused_root(tileops, tmp_path):
     place = write_site(tmp_path / "open", tiny())
     place.chmod(0o777)
     done = tileops("list", TILEOPS_ARTIFACT_PATH=str(place))
-    assert done.status == 0 and f"site {place}: any user can write it" in done.out
+    assert done.status == 1 and f"site {place}: any user can write it" in done.out

@@ -152,7 +152,7 @@ def test_without_a_compiler_it_says_what_to_install(tileops, tmp_path):
 
 
 def gpu(driver: int, smem: int = 101376) -> DeviceInfo:
-    return DeviceInfo(0, "NVIDIA A40", (8, 6), smem, driver)
+    return DeviceInfo(0, "NVIDIA A40", (8, 6), smem, driver, 84)
 
 
 def test_a_kernel_of_another_arch_that_runs_on_the_gpu_will_do(monkeypatch, tmp_path):

@@ -34,6 +34,17 @@ TIGHT = TOLERANCE[F32]
 HALVES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 
 
+#: The full forward as the GPU serves it (one kernel on sm_90a), and by its five stages.
+BOTH_PATHS = pytest.mark.parametrize("path", ["as served", "stages"], indirect=True)
+
+
+@pytest.fixture
+def path(request, monkeypatch):
+    if request.param == "stages":
+        monkeypatch.setattr("tileops.ops.mamba2.serves", lambda *_: False)
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def free_memory() -> Iterator[None]:
     yield
@@ -81,19 +92,21 @@ MODELS = [
 OTHER_SIZES = [Case(2, 300, 6, 16, 16, 2, 16), Case(1, 520, 128, 80, 128, 8, 128), Case(2, 700, 24, 128, 256, 1, 256)]
 
 
+@BOTH_PATHS
 @pytest.mark.parametrize(
     ("case", "dtype"), [(c, d) for c in MODELS for d in (BF16, FP16)] + [(c, BF16) for c in OTHER_SIZES], ids=lambda v: str(v)
 )
-def test_full_forward(case, dtype):
+def test_full_forward(path, case, dtype):  # report 45: d_head = d_state = 16 is among the sizes
     given, *expected = solved(case, dtype)
     before = [t.clone() for t in given.all]
     check(case, call(Mamba2FwdOp(case.Q), *given.all), expected, TOLERANCE[dtype])
     assert all(torch.equal(a, b) for a, b in zip(before, given.all)), "an input was written"
 
 
+@BOTH_PATHS
 @pytest.mark.parametrize("chunk_size", [64, 128, 256])
 @pytest.mark.parametrize("seqlen", [1, 2, 63, 64, 65, 127, 255, 256, 257, 511, 513])
-def test_report_27_any_length(seqlen, chunk_size):
+def test_report_27_any_length(path, seqlen, chunk_size):
     case = Case(2, seqlen, 4, 64, 128, 2, chunk_size)
     given = on_gpu(case)
     check(case, call(Mamba2FwdOp(chunk_size), *given.all), recurrence.mamba2(*given.all), TOLERANCE[BF16])
@@ -110,10 +123,11 @@ def test_reports_67_and_72_optional_arguments_and_softplus(softplus, with_bias, 
     check(case, got, recurrence.mamba2(*given.five, *optional, dt_softplus=softplus), TOLERANCE[BF16])
 
 
+@BOTH_PATHS
 @HALVES
 @pytest.mark.parametrize(("rate", "step"), [(-1e4, 10.0), (-1e6, 10.0), (-16.0, 5.0), (-3.0, 1.0), (0.0, 0.01), (-math.inf, 0.5)])
 @pytest.mark.parametrize("seqlen", [256, 300])
-def test_reports_1_2_4_and_12_extreme_decays(seqlen, rate, step, dtype):
+def test_reports_1_2_4_and_12_extreme_decays(path, seqlen, rate, step, dtype):
     case = Case(1, seqlen, 4, 64, 128, 1, 256)
     given = on_gpu(case, dtype)
     A, dt = torch.full_like(given.A, rate), torch.full_like(given.dt, step)
@@ -280,15 +294,18 @@ def big(case: Case, pitch: int = 0) -> Inputs:
     return Inputs(x.unflatten(-1, (case.H, case.P)), dt, small.A, B, C, small.dt_bias, small.initial_states)
 
 
+@BOTH_PATHS
 @pytest.mark.parametrize(
     ("case", "pitch"),
     [
         (Case(1, 65536, 128, 64, 128, 8, 256), 35072),  # report 16: 2.3e9 elements from the first row to the last
         (Case(1, 524288, 80, 64, 128, 1, 256), 0),  # report 17: 2.7e9 elements of x and y
+        (Case(1, 262144, 32, 64, 128, 1, 256), 0),  # report 18
+        (Case(1, 1 << 20, 8, 64, 128, 1, 256), 0),  # a million tokens
     ],
     ids=str,
 )
-def test_reports_16_and_17_offsets_beyond_32_bits_along_the_sequence(case, pitch):
+def test_reports_16_17_and_18_offsets_beyond_32_bits_along_the_sequence(path, case, pitch):
     given = big(case, pitch)
     x, dt, A, B, C, dt_bias, _ = given.all
     op = Mamba2FwdOp(case.Q)
@@ -301,6 +318,7 @@ def test_reports_16_and_17_offsets_beyond_32_bits_along_the_sequence(case, pitch
     close(y[:, : case.Q], head[0], TOLERANCE[BF16], "y of the first chunk")
 
 
+@BOTH_PATHS
 @pytest.mark.parametrize(
     "case",
     [
@@ -309,7 +327,7 @@ def test_reports_16_and_17_offsets_beyond_32_bits_along_the_sequence(case, pitch
     ],
     ids=str,
 )
-def test_reports_19_24_and_25_many_states_and_many_chunks(case):
+def test_reports_19_24_and_25_many_states_and_many_chunks(path, case):
     given = big(case)
     x, dt, A, B, C, dt_bias, initial = given.all
     op = Mamba2FwdOp(case.Q)

@@ -34,7 +34,7 @@ def run(body: str, timeout: float = 120, **env: str) -> str:
     return done.stdout
 
 
-def test_first_call_of_the_process_is_inside_graph_capture():
+def test_report_60_first_call_of_the_process_is_inside_graph_capture():
     run(
         """
         x, dt, A, B, C = inputs()
@@ -132,7 +132,7 @@ def test_fork_before_cuda_is_used_works_and_after_it_is_refused_in_words():
     assert "fork" in out, out
 
 
-def test_tensors_on_the_second_gpu_while_the_first_is_current():
+def test_reports_49_50_and_55_tensors_on_the_second_gpu_while_the_first_is_current():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     run(

@@ -6,6 +6,7 @@ is still made one token after the other. Works on any device; results are float6
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -79,20 +80,40 @@ def mamba2(
     dt_bias: Tensor | None = None,
     initial_states: Tensor | None = None,
     *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
 ) -> tuple[Tensor, Tensor]:
-    """The full forward: y (B,S,H,P), final_states (B,H,P,N)."""
+    """The full forward: y (B,S,H,P), final_states (B,H,P,N), or (n_seqs,H,P,N) with cu_seqlens."""
     batch, seqlen, heads, head_dim = x.shape
-    v = processed_dt(dt, dt_bias, dt_softplus).unsqueeze(-1)
+    v = processed_dt(dt, dt_bias, dt_softplus, *dt_limit).unsqueeze(-1)
     rate = A.view(heads, 1, 1)
-    if initial_states is None:
-        state = torch.zeros((batch, heads, head_dim, B.shape[-1]), dtype=torch.float64, device=x.device)
+    chains = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    final = torch.zeros((chains, heads, head_dim, B.shape[-1]), dtype=torch.float64, device=x.device)
+    if initial_states is not None:
+        final += initial_states.double()
+    y = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    # Which tokens follow one another: (row, first token, last token + 1, row of the states).
+    if cu_seqlens is None:
+        spans = [(slice(None), 0, seqlen, slice(None))]
     else:
-        state = initial_states.double()
-    y = torch.empty(x.shape, dtype=torch.float64, device=x.device)
-    for t in range(seqlen):
-        y[:, t], state = step(state, rate, v[:, t], x[:, t], B[:, t], C[:, t])
-    return y, state
+        ends = cu_seqlens.tolist()
+        spans = [(slice(None), first, last, slice(n, n + 1)) for n, (first, last) in enumerate(itertools.pairwise(ends))]
+    for row, first, last, chain in spans:
+        state = final[chain]
+        for t in range(first, last):
+            if seq_idx is not None and t > 0:
+                state = torch.where((seq_idx[:, t] == seq_idx[:, t - 1]).view(-1, 1, 1, 1), state, 0.0)
+            y[row, t], state = step(state, rate, v[row, t], x[row, t], B[row, t], C[row, t])
+            if D is not None:
+                y[row, t] += (D if D.dim() == 2 else D.unsqueeze(-1)).double() * x[row, t].double()
+            if z is not None:
+                y[row, t] *= torch.nn.functional.silu(z[row, t].double())
+        final[chain] = state
+    return y, final
 
 
 def chunk_cumsum(

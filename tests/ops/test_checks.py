@@ -32,6 +32,11 @@ def good(op: str) -> dict[str, torch.Tensor | None]:
             "C": bc,
             "dt_bias": zeros(H),
             "initial_states": zeros(B, H, P, N),
+            "D": zeros(H, P),
+            "z": zeros(B, S, H, P, dtype=BF16),
+            "seq_idx": zeros(B, S, dtype=torch.int32),
+            "cu_seqlens": None,  # in place of seq_idx, and for a batch of 1: test_forward_features.py, and below
+            "out": zeros(B, S, H, P),
         },
         "SSDChunkCumsumFwdOp": {"dt": zeros(B, S, H), "A": zeros(H), "dt_bias": zeros(H)},
         "SSDChunkCouplingFwdOp": {"C_mat": bc, "B_mat": bc},
@@ -66,7 +71,7 @@ def build(op: str):
     return getattr(mamba, op)(Q) if takes_length else getattr(mamba, op)()
 
 
-ARGUMENTS = [(op, name) for op in mamba.__all__ for name in good(op)]
+ARGUMENTS = [(op, name) for op in mamba.__all__ for name, value in good(op).items() if value is not None]
 OPTIONAL = ("initial_states", "seq_idx", "D", "z", "dt_bias", "state_batch_indices", "out")
 INTEGERS = ("seq_idx", "state_batch_indices")
 FULL, STATE, SCAN, STEP = "Mamba2FwdOp", "SSDChunkStateFwdOp", "SSDChunkScanFwdOp", "SSDRecurrentFwdOp"
@@ -112,7 +117,7 @@ def test_wrong_dtype(op, name, dtype):
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in ARGUMENTS if name != next(iter(good(op)))])
-def test_another_device_than_the_first_arguments(op, name):
+def test_report_49_another_device_than_the_first_arguments(op, name):
     given = good(op)
     given[name] = given[name].to("meta")
     first = next(iter(given))
@@ -185,6 +190,11 @@ def other(op: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         (FULL, "C", (B, S, G + 1, N), "expected shape (2, 100, 2, 32), got (2, 100, 3, 32)."),
         (FULL, "dt_bias", (H + 1,), "expected shape (8,), got (9,)."),  # report 72
         (FULL, "initial_states", (B, H, N, P), "expected shape (2, 8, 16, 32), got (2, 8, 32, 16)."),
+        (FULL, "D", (H + 1,), "expected shape (8,), got (9,)."),
+        (FULL, "D", (P, H), "expected shape (8, 16), got (16, 8)."),
+        (FULL, "z", (B, S, H, P + 1), "expected shape (2, 100, 8, 16), got (2, 100, 8, 17)."),
+        (FULL, "seq_idx", (B, S - 1), "expected shape (2, 100), got (2, 99)."),
+        (FULL, "out", (B, S, H, N), "expected shape (2, 100, 8, 16), got (2, 100, 8, 32)."),
         ("SSDChunkCumsumFwdOp", "A", (H + 1,), "expected shape (8,), got (9,)."),
         ("SSDChunkCumsumFwdOp", "dt_bias", (1,), "expected shape (8,), got (1,)."),
         ("SSDChunkCouplingFwdOp", "B_mat", (B, S, G, N + 1), "expected shape (2, 100, 2, 32), got (2, 100, 2, 33)."),
@@ -240,6 +250,10 @@ def test_report_41_heads_that_do_not_divide_into_groups(op, changes):
         (FULL, "B", torch.float16, "B: expected dtype bfloat16 (that of x), got float16."),
         (FULL, "x", torch.float64, "x: expected dtype bfloat16 or float16 or float32, got float64."),
         (FULL, "initial_states", BF16, "initial_states: expected dtype float32, got bfloat16."),
+        (FULL, "D", BF16, "D: expected dtype float32, got bfloat16."),
+        (FULL, "z", F32, "z: expected dtype bfloat16 (that of x), got float32."),
+        (FULL, "seq_idx", torch.int64, "seq_idx: expected dtype int32, got int64."),
+        (FULL, "out", torch.float16, "out: expected dtype float32 or bfloat16 (float32, or that of x), got float16."),
         (STATE, "dt", torch.float16, "dt: expected dtype bfloat16 or float32 (that of x, or float32), got float16."),
         (STATE, "seq_idx", torch.int64, "seq_idx: expected dtype int32, got int64."),  # report 35
         (SCAN, "cb", F32, "cb: expected dtype bfloat16 (that of x), got float32."),
@@ -301,6 +315,51 @@ def test_what_the_in_tree_kernels_do_not_take_is_said_with_what_they_take():
 @pytest.mark.parametrize("op", mamba.__all__)
 def test_good_arguments_pass_the_in_tree_kernels_checks(op):
     build(op).check_builtin(*good(op).values())
+
+
+def packed_call(batch: int = 1, **changes: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """Arguments of a call with cu_seqlens: three sequences."""
+    cut = {name: t[:batch] for name, t in good(FULL).items() if name in ("x", "dt", "B", "C", "z", "out")}
+    extra = {"cu_seqlens": torch.tensor([0, 30, 30, 90], dtype=torch.int32), "initial_states": torch.zeros(3, H, P, N), "seq_idx": None}
+    return {**good(FULL), **cut, **extra, **changes}
+
+
+def test_a_good_pack_passes():
+    assert build(FULL)(**packed_call())[1].shape == (3, H, P, N)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_idx": torch.zeros(1, S, dtype=torch.int32)}, "seq_idx: expected None where cu_seqlens is given, got both: each says where "),
+        ({"batch": 2}, "x: expected batch = 1 where cu_seqlens is given, got 2."),
+        ({"cu_seqlens": torch.zeros(4, dtype=torch.int64)}, "cu_seqlens: expected dtype int32, got int64."),
+        ({"cu_seqlens": torch.zeros(4, 1, dtype=torch.int32)}, "cu_seqlens: expected shape (n_seqs + 1,), got (4, 1)."),
+        ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, "cu_seqlens: expected shape (n_seqs + 1,), so at least one value, got none."),
+        ({"initial_states": torch.zeros(1, H, P, N)}, "initial_states: expected shape (3, 8, 16, 32), got (1, 8, 16, 32)."),
+        ({"cu_seqlens": torch.zeros(4, dtype=torch.int32, device="meta")}, "cu_seqlens: expected device cpu (where x is), got meta."),
+    ],
+    ids=lambda v: "",
+)
+def test_packs_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        build(FULL)(**packed_call(**changes))
+    with pytest.raises(TypeError, match=r"^cu_seqlens: expected a tensor of shape \(n_seqs \+ 1,\), got list\."):
+        build(FULL)(**{**packed_call(), "cu_seqlens": [0, 3]})
+
+
+def test_out_dtypes_that_are_refused():
+    for value, error, words in (
+        (F32.to_complex(), ValueError, "got complex64"),
+        ("float32", TypeError, "got str"),
+        (torch.int8, ValueError, "int8"),
+    ):
+        with pytest.raises(error, match=f"^out_dtype: expected .*{words}"):
+            mamba.Mamba2FwdOp(out_dtype=value)
+    with pytest.raises(ValueError, match=r"^out_dtype: expected float32 or that of x, bfloat16, got float16\.$"):
+        mamba.Mamba2FwdOp(Q, out_dtype=torch.float16)(**good(FULL))
+    with pytest.raises(ValueError, match=r"^out: expected dtype bfloat16 \(the op's out_dtype\), got float32\.$"):
+        mamba.Mamba2FwdOp(Q, out_dtype=BF16)(**good(FULL))
 
 
 def test_overlap_is_seen_whatever_the_order_of_strides():

@@ -29,7 +29,7 @@ def test_the_cuts_that_measured_best(batch, seqlen, heads, expected):
     assert (segs - 1) * seg_chunks < chunks <= segs * seg_chunks
 
 
-def test_every_cut_covers_the_sequence_and_leaves_no_segment_empty():
+def test_report_57_every_cut_covers_the_sequence_and_leaves_no_segment_empty():
     for chains in (1, 131, 132, 133, 200, 264, 265, 1000, 5000):
         for chunks in (1, 2, 7, 8, 15, 16, 17, 31, 64, 129, 1000):
             segs, seg_chunks = segments(chains, chunks, SMS)

@@ -84,6 +84,8 @@ class Target:
     def implementation(self, op_name):
         if op_name == "SSDChunkCumsumFwdOp":
             return lambda dt, A, dt_bias, **options: (2 * dt, str(sorted(options)))
+        if op_name == "Mamba2FwdOp":
+            return lambda x, dt, A, B, C, dt_bias, initial_states, **more: sorted(more)
 good, unnamed = Target(), object()
 """
 
@@ -136,6 +138,25 @@ def test_a_third_partys_target_serves_an_op(site):
     )
     assert "['chunk_len', 'dt_max', 'dt_min', 'dt_softplus', 'out_dtype']" in out
     assert "target 'doubling' does not serve SSDChunkCouplingFwdOp" in out
+
+
+def test_a_third_partys_target_gets_what_is_beyond_the_spec_as_keywords_where_it_is_passed(site):
+    out = run(
+        site,
+        """
+        x, BC = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 1, 8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            op = m.Mamba2FwdOp(4, target="doubling")
+        spec = x, torch.zeros(1, 4, 2), torch.zeros(2), BC, BC
+        print(op(*spec))
+        print(op(*spec, z=x.clone(), D=torch.zeros(2)))
+        """,
+    )
+    assert out.splitlines() == [
+        "['chunk_size', 'dt_softplus']",
+        "['D', 'chunk_size', 'dt_softplus', 'z']",
+    ]
 
 
 def test_a_broken_target_is_one_warning_and_takes_nothing_with_it(site):

@@ -12,7 +12,7 @@ from tileops import catalog, expr
 from tileops.compiler.lower import Lowered, lower
 
 MODEL = {"Q": 128, "P": 80, "N": 144, "dtype": "bfloat16", "dt_dtype": "float32", "out_dtype": "float32", "state_dtype": "bfloat16"}
-FLAGS = {"softplus": True, "has_bias": True, "has_seq_idx": True, "has_initial_states": True, "tied": False}
+FLAGS = {"softplus": True, "has_bias": True, "has_seq_idx": True, "has_initial_states": True, "tied": False, "packed": True, "half": True}
 
 #: 16-bit inputs of each kernel, read 16 bytes at a time where ``aligned``.
 WIDE = {"chunk_coupling": ("Bm", "Cm"), "chunk_state": ("x", "Bm"), "chunk_scan": ("x", "Cm", "cb")}
@@ -30,12 +30,20 @@ def body(kernel: str, arch: str = "sm_80", **changed: object) -> str:
 
 
 #: Block coordinates and the sizes they count up to: what an offset multiplies.
-INDEX = r"(?:[BSCHGM]|b|h|g|c|bc|bh|bch|bcg)"
+INDEX = r"[BSCHGM]|b|h|g|c|bc|bh|bch|bcg"
+#: In these kernels more: elsewhere the names are of tiles.
+TOKENS = dict.fromkeys(("gate", "pack_rows", "pack_steps", "seq_passing"), INDEX + "|[RADV]|[radvt]|row")
+
+#: Kernels whose tensors are vectors: no size multiplies in their offsets.
+VECTORS = ("fused_clear", "pack_starts", "pack_map")
+
+#: Kernels that compute more than offsets of sizes that the grid or a token bounds: only their subscripts are offsets.
+SUBSCRIPTS = ("fused_main", "recurrent", "gate", "pack_rows", "pack_steps", "seq_mask")
 
 
-def narrow_products(text: str) -> list[str]:
+def narrow_products(text: str, index: str) -> list[str]:
     """Products with a run-time size or index that are not computed in 64 bits, but for those with the chunk length (tokens)."""
-    found = re.findall(rf"(?<![\w)]){INDEX}\)? \* [^ )]+|[^ (]+ \* \(*{INDEX}\b", text)
+    found = re.findall(rf"(?<![\w)])(?:{index})\)? \* [^ )]+|[^ (]+ \* \(*(?:{index})\b", text)
     return [f for f in found if not re.fullmatch(rf"c \* {MODEL['Q']}", f)]
 
 
@@ -53,13 +61,13 @@ def subscripts(text: str) -> str:
     return "\n".join(found)
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in catalog.KERNELS if kernel != "fused_clear"])  # no size in its offsets
-def test_every_offset_is_computed_in_64_bits(kernel: str) -> None:
-    # Where C++ functions do the work, the program computes block coordinates, which the grid bounds: only subscripts are offsets.
-    text = subscripts(body(kernel)) if kernel in ("fused_main", "recurrent") else body(kernel).split("{", 1)[1]
+@pytest.mark.parametrize("kernel", [kernel for kernel in catalog.KERNELS if kernel not in VECTORS])
+def test_reports_22_and_23_every_offset_is_computed_in_64_bits(kernel: str) -> None:
+    text = subscripts(body(kernel, aligned=False)) if kernel in SUBSCRIPTS else body(kernel).split("{", 1)[1]
     assert "(int64_t)" in text
-    assert narrow_products(text) == []
-    assert narrow_products(re.sub(r"\(\(int64_t\)([HGh])\)", r"\1", text)) != []
+    index = TOKENS.get(kernel, INDEX)
+    assert narrow_products(text, index) == []
+    assert narrow_products(re.sub(r"\(\(int64_t\)(\w+)\)", r"\1", text), index) != []
 
 
 @pytest.mark.parametrize("kernel", WIDE)
@@ -70,6 +78,14 @@ def test_16_bit_inputs_are_read_16_bytes_at_a_time_only_where_aligned(kernel: st
         assert not re.search(rf"\b{name}\[", wide), f"{name} is also read one element at a time"
         if name != "cb":  # a workspace: always contiguous and aligned
             assert re.search(rf"\b{name}\[", narrow) and not re.search(rf"\*\)\({name} \+", narrow), name
+
+
+@pytest.mark.parametrize(("kernel", "names"), [("pack_rows", ("source", "out")), ("gate", ("x", "z", "y", "out"))])
+def test_copies_and_gates_are_16_bytes_wide_only_where_aligned(kernel: str, names: tuple[str, ...]) -> None:
+    wide, narrow = body(kernel, half=False), body(kernel, aligned=False)
+    for name in names:
+        assert re.search(rf"\*\((?:u?int|float)4\*\)\({name} \+", wide) and not re.search(rf"\b{name}\[", wide), name
+        assert re.search(rf"\b{name}\[", narrow) and not re.search(rf"\*\)\({name} \+", narrow), name
 
 
 @pytest.mark.parametrize("dtype", catalog.DTYPES)
@@ -83,7 +99,7 @@ def test_no_input_is_read_before_its_tail_test(kernel: str, dtype: str, aligned:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
 @pytest.mark.parametrize("kernel", catalog.KERNELS)
-def test_the_largest_tiles_fit_the_smallest_shared_memory(kernel: str, arch: str) -> None:
+def test_report_52_the_largest_tiles_fit_the_smallest_shared_memory(kernel: str, arch: str) -> None:
     if not catalog.exists(kernel, arch):
         with pytest.raises(ValueError, match="only"):
             catalog.config(kernel, arch, **{name: allowed[0] for name, allowed in catalog.KERNELS[kernel].items()})

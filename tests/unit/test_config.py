@@ -41,6 +41,14 @@ GOLDEN = [
         "be85300e438b5f8594d4a1acff02b3bef76e6b5aa25930466e0c8b6e4d426a13",
     ),
     (
+        ("seq_passing", "sm_80", {"has_initial_states": True, "packed": False}),
+        "43abc9e81e96e9f596849a01fa8d9795a99602437f70fb2c3a578890d4ad3888",
+    ),
+    (
+        ("gate", "sm_90a", {"dtype": "bfloat16", "half": True, "aligned": True}),
+        "b559ad0dc022e6caab59ca97ebf653cc651d0c980b7ccacf928d01f352337c38",
+    ),
+    (
         ("recurrent", "sm_89", {"P": 64, "N": 128, "dtype": "bfloat16", "tied": True}),
         "93a5773294b024ff9f571a5ebe701b4b0fdcefdcf268953e83f5c482dc51441f",
     ),

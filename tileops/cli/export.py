@@ -7,6 +7,8 @@ same bytes. Without a model: every kernel of every root that this package can lo
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 
 from tileops.cli import _arguments, _exit, _output
 from tileops.config import KernelConfig
@@ -24,13 +26,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tileops import store
 
+    folder = os.path.dirname(os.path.abspath(args.bundle))
+    if not os.path.isdir(folder):
+        raise _exit.UsageError(f"{folder} is not a folder: make it, or write the bundle elsewhere.")
+    if os.path.isdir(args.bundle):
+        raise _exit.UsageError(f"{args.bundle} is a folder: give the name of the file to write.")
     if _arguments.models_of(args):
         configs = _of_models(args)
         archs = [config.arch for config in configs]
     else:
         configs = None
         archs = _held(args.arch)
-    done = store.export_bundle(args.bundle, configs=configs, archs=args.arch)
+    try:
+        done = store.export_bundle(args.bundle, configs=configs, archs=args.arch)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise _exit.UsageError(f"{args.bundle} cannot be written ({error.strerror}): write the bundle elsewhere.") from error
     kernels = {arch: archs.count(arch) for arch in sorted(set(archs))}
     listed = ", ".join(f"{arch} {count}" for arch, count in kernels.items())
     line = f"{done.path}: {_output.many(done.kernels, 'kernel')} ({listed}), {_output.size(done.size)}"

@@ -27,8 +27,10 @@ def run(args: argparse.Namespace) -> int:
     roots = [_content(root, args) for root in _arguments.matching_roots(store.roots(), args.root)]
     kernels = [kernel for root in roots for kernel in root["kernels"]]
     total = {"kernels": len(kernels), "bytes": sum(kernel["bytes"] for kernel in kernels), "archs": _by_arch(kernels)}
-    _output.emit(args, {"status": _exit.FINE, "roots": roots, "total": total}, _lines(args, roots, total))
-    return _exit.FINE
+    # A root that someone named and that serves nothing is a fault; a cache that was never written is not.
+    status = _exit.MISSING if any(root["kind"] == "site" and root["problem"] for root in roots) else _exit.FINE
+    _output.emit(args, {"status": status, "roots": roots, "total": total}, _lines(args, roots, total))
+    return status
 
 
 def _content(root: Any, args: argparse.Namespace) -> dict[str, Any]:

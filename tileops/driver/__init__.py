@@ -14,6 +14,7 @@ parent's. Nothing is unloaded on garbage collection: a kernel may still be runni
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import struct
 import threading
@@ -51,6 +52,10 @@ class Kernel:
     record: Record
     device: int
     function: Any  # CUfunction holding a CUkernel handle, valid in this device's primary context
+
+    @functools.cached_property
+    def form(self) -> _Form:
+        return _Form(self.record)
 
 
 class _Table:
@@ -197,21 +202,16 @@ def load(artifact: Artifact, device: int) -> Kernel:
 _MAP_BYTES = 128
 
 
-class _Map:
-    """A tensor map in a launch's buffer. It is encoded for the first address; then only the address is replaced, and only by another."""
+class _MapForm:
+    """What all launches of a kernel share of a tensor map."""
 
-    def __init__(self, form: TensorMap, sizes: Mapping[str, int], slot: int, about: str) -> None:
+    def __init__(self, form: TensorMap) -> None:
         driver = _api.cuda()
         rank = len(form.dims)
-        self._slot = slot
-        self._about = about
-        self._handle = driver.CUtensorMap(slot)
-        self._replace = driver.cuTensorMapReplaceAddress
-        self._address: int | None = None
-        self._form = (driver.CUtensorMapDataType(form.dtype), rank)
-        self._rest = (
-            [driver.cuuint64_t(expr.evaluate(d, sizes)) for d in form.dims],
-            [driver.cuuint64_t(expr.evaluate(s, sizes)) for s in form.strides],
+        self.dims = tuple(map(expr.parse, form.dims))
+        self.strides = tuple(map(expr.parse, form.strides))
+        self.head = (driver.CUtensorMapDataType(form.dtype), rank)
+        self.tail = (
             [driver.cuuint32_t(b) for b in form.box],
             [driver.cuuint32_t(1)] * rank,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -220,12 +220,27 @@ class _Map:
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
 
+
+class _Map:
+    """A tensor map in a launch's buffer. It is encoded for the first address; then only the address is replaced, and only by another."""
+
+    def __init__(self, form: _MapForm, sizes: Mapping[str, int], slot: int, about: str) -> None:
+        driver = _api.cuda()
+        self._slot = slot
+        self._about = about
+        self._handle = driver.CUtensorMap(slot)
+        self._replace = driver.cuTensorMapReplaceAddress
+        self._address: int | None = None
+        self._form = form
+        self._sizes = [driver.cuuint64_t(d(sizes)) for d in form.dims], [driver.cuuint64_t(s(sizes)) for s in form.strides]
+
     def point_to(self, address: int) -> None:
         """Raises DriverError."""
         if address == self._address:
             return
         if self._address is None:
-            encoded = _api.call("cuTensorMapEncodeTiled", *self._form, address, *self._rest, about=self._about)
+            arguments = (*self._form.head, address, *self._sizes, *self._form.tail)
+            encoded = _api.call("cuTensorMapEncodeTiled", *arguments, about=self._about)
             ctypes.memmove(self._slot, encoded.getPtr(), _MAP_BYTES)
         else:
             status = self._replace(self._handle, address)[0]
@@ -234,51 +249,67 @@ class _Map:
         self._address = address
 
 
+class _Form:
+    """What all launches of a kernel share: where each parameter lies in the buffer, and how its value is computed.
+
+    Tensor maps come first, then an 8-byte slot for every other parameter, pointers before scalars.
+    """
+
+    def __init__(self, record: Record) -> None:
+        kinds = {kind: [p for p in record.params if p.kind == kind] for kind in ("pointer", "tensormap")}
+        scalars = [p for p in record.params if p.kind not in kinds]
+        self.about = f"launching {record.config_object()}"
+        self.tensors = tuple(p.bind for p in (*kinds["pointer"], *kinds["tensormap"]))
+        self.pointers = len(kinds["pointer"])
+        self.slots_at = _MAP_BYTES * len(kinds["tensormap"])
+        self.bytes = self.slots_at + 8 * (self.pointers + len(scalars))
+        places = {p.name: _MAP_BYTES * i for i, p in enumerate(kinds["tensormap"])}
+        places.update({p.name: self.slots_at + 8 * i for i, p in enumerate((*kinds["pointer"], *scalars))})
+        self.places = tuple(places[p.name] for p in record.params)
+        self.maps = tuple((_MapForm(record.tensormaps[p.name]), places[p.name]) for p in kinds["tensormap"])
+        self.grid = tuple(map(expr.parse, record.grid))
+        self.scalars = tuple((p.kind, p.bind, None if p.kind == "float32" else expr.parse(p.bind)) for p in scalars)
+        self.pack_scalars = struct.Struct("<" + "".join("f4x" if p.kind == "float32" else "q" for p in scalars)).pack_into
+        self.pack_pointers = struct.Struct(f"{self.pointers}Q").pack_into
+
+
 class Launch:
     """One launch of a kernel with fixed grid and scalars. ``fire`` fills in the addresses and launches.
 
-    The parameters live in one buffer: tensor maps, then an 8-byte slot for every other one, pointers first; the driver copies
-    the values during the call. The buffer is shared between threads, so ``fire`` holds a lock from filling it until the
-    driver has returned.
+    The driver copies the parameters' values during the call. The buffer that holds them is shared between threads, so
+    ``fire`` holds a lock from filling it until the driver has returned.
     """
 
     def __init__(self, kernel: Kernel, sizes: Mapping[str, int], floats: Mapping[str, float]) -> None:
         """Evaluates grid and scalar parameters over ``sizes`` (dimension and ``tensor.stride`` names). Raises ValueError
         for a grid or an int32 parameter that does not fit."""
-        record = kernel.record
-        grid = tuple(expr.evaluate(g, sizes) for g in record.grid)
+        record, form = kernel.record, kernel.form
+        grid = tuple([g(sizes) for g in form.grid])
         self.empty = 0 in grid
-        for value, limit, axis in zip(grid, _MAX_GRID, "xyz"):
-            if value > limit:
+        for extent, limit, axis in zip(grid, _MAX_GRID, "xyz"):
+            if extent > limit:
                 raise ValueError(
-                    f"{record.kernel}: grid {axis} would be {value}, CUDA allows {limit}: the input is too large for one launch."
+                    f"{record.kernel}: grid {axis} would be {extent}, CUDA allows {limit}: the input is too large for one launch."
                 )
         self.kernel = kernel
-        kinds = {kind: [p for p in record.params if p.kind == kind] for kind in ("pointer", "tensormap")}
-        scalars = [p for p in record.params if p.kind not in kinds]
         #: Names of the tensors whose addresses ``fire`` takes, in its order.
-        self.tensors = tuple(p.bind for p in (*kinds["pointer"], *kinds["tensormap"]))
-        self._pointers = len(kinds["pointer"])
-        slots_at = _MAP_BYTES * len(kinds["tensormap"])
-        self._buffer = ctypes.create_string_buffer(slots_at + 8 * (self._pointers + len(scalars)) + _MAP_BYTES)
-        start = -ctypes.addressof(self._buffer) % _MAP_BYTES
-        places = {p.name: start + _MAP_BYTES * i for i, p in enumerate(kinds["tensormap"])}
-        self._first = start + slots_at
-        places.update({p.name: self._first + 8 * i for i, p in enumerate((*kinds["pointer"], *scalars))})
+        self.tensors = form.tensors
+        self._pointers = form.pointers
+        self._buffer = ctypes.create_string_buffer(form.bytes + _MAP_BYTES)
         base = ctypes.addressof(self._buffer)
-        self._addresses = (ctypes.c_void_p * len(record.params))(*(base + places[p.name] for p in record.params))
-        about = f"launching {record.config_object()}"
-        self._maps = tuple(_Map(record.tensormaps[p.name], sizes, base + places[p.name], about) for p in kinds["tensormap"])
-        for param in scalars:
-            if param.kind == "float32":
-                struct.pack_into("<f", self._buffer, places[param.name], floats[param.bind])
-                continue
-            value = expr.evaluate(param.bind, sizes)
-            if param.kind == "int32" and not -(2**31) <= value < 2**31:
-                raise ValueError(f"{record.kernel}: {param.bind} = {value} does not fit the kernel's 32-bit parameter.")
-            struct.pack_into("<Q", self._buffer, places[param.name], value & 0xFFFFFFFFFFFFFFFF)
+        start = -base % _MAP_BYTES
+        self._first = start + form.slots_at
+        self._addresses = (ctypes.c_void_p * len(form.places))(*[base + start + place for place in form.places])
+        self._maps = tuple([_Map(shared, sizes, base + start + place, form.about) for shared, place in form.maps])
+        values: list[float] = []
+        for kind, bind, compute in form.scalars:
+            value = floats[bind] if compute is None else compute(sizes)
+            if kind == "int32" and not -(2**31) <= value < 2**31:
+                raise ValueError(f"{record.kernel}: {bind} = {value} does not fit the kernel's 32-bit parameter.")
+            values.append(value)
+        form.pack_scalars(self._buffer, self._first + 8 * form.pointers, *values)
         self._lock = threading.Lock()
-        self._fill = struct.Struct(f"{self._pointers}Q").pack_into
+        self._fill = form.pack_pointers
         self._arguments = (kernel.function, *grid, *record.block, record.dynamic_smem)
         self._parameters = ctypes.addressof(self._addresses)
         self._launch = _api.cuda().cuLaunchKernel

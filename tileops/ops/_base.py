@@ -28,16 +28,22 @@ Result = Any  # Tensor | tuple[Tensor, ...]
 
 
 class Op:
-    """Base of the operators. Subclasses define ``check``, ``options``, ``plan`` and ``kernels``."""
+    """Base of the operators. Subclasses define ``check``, ``options``, ``empty``, ``plan`` and ``kernels``."""
 
-    #: The last of ``_run``'s tensors, those beyond the spec: targets get them by these names, and only when they are given.
-    keywords: tuple[str, ...] = ()
+    #: Arguments of ``forward`` that are written in place.
+    mutated: tuple[str, ...] = ()
+
+    #: Of ``torch.ops.tileops`` (_library.py).
+    library_name: str
+
+    #: Names of the tensors beyond the spec, which ``forward`` takes as keywords and ``_run`` gets last; targets get those that are given.
+    features: tuple[str, ...] = ()
 
     def __init__(self, target: str | None = None) -> None:
         if target is not None:
             targets.validate(target)
         self.target = target
-        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._plans: dict[object, Plan] = {}
         self._load_known()
 
     @property
@@ -58,6 +64,15 @@ class Op:
     def options(self) -> dict[str, Any]:
         """The constructor's values, as keywords of every target's implementation; those beyond the spec where they are not the default."""
         return {}
+
+    @staticmethod
+    def empty(*tensors: Any, **options: Any) -> Result:
+        """Results of the right shapes and dtypes, their content undefined, for ``options()`` as keywords."""
+        raise NotImplementedError
+
+    def library_call(self, *tensors: Any) -> Result:
+        """The call as ``torch.ops.tileops.*`` (_library.py makes it)."""
+        raise NotImplementedError
 
     def full(self, *tensors: Tensor | None) -> Sequence[Tensor | None]:
         """The tensors as targets get them: short forms that the spec does not have become the spec's."""
@@ -81,9 +96,11 @@ class Op:
     # --- running a call ----------------------------------------------------------------------------------------
 
     def _run(self, *tensors: Tensor | None) -> Result:
-        """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order."""
+        """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order, then ``features``."""
+        if torch.compiler.is_compiling():
+            return self.library_call(*tensors)
         try:
-            key = (*_signature(tensors), torch.is_grad_enabled(), targets.default())
+            key = (_signature(tensors), torch.is_grad_enabled(), targets.default())
         except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse): check() has the words for it
             self.check(*tensors)
             raise
@@ -107,9 +124,9 @@ class Op:
             return plan.run(tensors)
 
     def _run_on(self, name: str, tensors: Sequence[Tensor | None]) -> Result:
-        options, required = self.options(), len(tensors) - len(self.keywords)
-        given = {word: tensor for word, tensor in zip(self.keywords, tensors[required:]) if tensor is not None}
-        function = targets.implementation(name, self.op_name, (*given, *options) if self.keywords else ())
+        options, required = self.options(), len(tensors) - len(self.features)
+        given = {word: tensor for word, tensor in zip(self.features, tensors[required:]) if tensor is not None}
+        function = targets.implementation(name, self.op_name, (*given, *options) if self.features else ())
         return function(*tensors[:required], **given, **options)
 
     def _make_plan(self, tensors: Sequence[Tensor | None], device: torch.device) -> Plan:
@@ -151,12 +168,12 @@ class Op:
         return _resolve.preload_ops([self], device=device, **values)
 
 
-def _signature(tensors: Sequence[Tensor | None]) -> list[object]:
+def _signature(tensors: Sequence[Tensor | None]) -> tuple[object, ...]:
     """Everything of a call that its plan depends on; equal signatures share a plan."""
-    key: list[object] = []
-    for t in tensors:
-        if t is None:
-            key.append(None)
-        else:
-            key += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg(), t.data_ptr() & 15)
-    return key
+    return tuple(
+        [
+            # get_device: the ordinal, which hashes faster than a torch.device; only calls on CUDA have plans.
+            None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.requires_grad, t.is_neg(), t.data_ptr() & 15)
+            for t in tensors
+        ]
+    )

@@ -174,6 +174,16 @@ def limit(name: str, value: Any) -> float:
     return float(value)
 
 
+def step_limits(name: str, value: Any) -> tuple[float, float]:
+    """A constructor's pair of clamp bounds of a step. Raises TypeError for another kind, ValueError unless 0 <= lowest <= highest."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name}: expected a pair of numbers (lowest, highest), got {value!r}.")
+    low, high = (limit(name, bound) for bound in value)
+    if not 0 <= low <= high:
+        raise ValueError(f"{name}: expected 0 <= lowest <= highest (time does not run backwards), got ({low}, {high}).")
+    return low, high
+
+
 def out_dtype(name: str, value: Any) -> torch.dtype:
     """A constructor's storage dtype. Raises TypeError for anything but a torch.dtype, ValueError outside OUT_DTYPES."""
     if not isinstance(value, torch.dtype):
@@ -183,19 +193,20 @@ def out_dtype(name: str, value: Any) -> torch.dtype:
     return value
 
 
-def updated_in_place(name: str, value: Tensor) -> None:
+def updated_in_place(name: str, value: Tensor, what: str = "updated in place") -> None:
     """Raise unless every element of ``value`` has its own memory and rows are contiguous: a copy would lose the update."""
-    _writable(name, value, "updated in place")
+    wanted = "distinct elements and a last dimension of stride 1"
+    _distinct(name, value, what, wanted)
     if value.shape[-1] > 1 and value.stride(-1) != 1:
-        raise _unwritable(name, value, "updated in place", "its last dimension is not contiguous")
+        raise _unwritable(name, value, what, wanted, "its last dimension is not contiguous")
 
 
 def written(name: str, value: Tensor) -> None:
     """Raise unless every element of ``value`` has its own memory, so that results can be written there."""
-    _writable(name, value, "written")
+    _distinct(name, value, "written", "distinct elements")
 
 
-def _writable(name: str, value: Tensor, what: str) -> None:
+def _distinct(name: str, value: Tensor, what: str, wanted: str) -> None:
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name}: cannot be {what}: it was made under torch.inference_mode(); call this op under it too, or pass {name}.clone()."
@@ -204,15 +215,13 @@ def _writable(name: str, value: Tensor, what: str) -> None:
     reach = 1  # elements spanned by the dimensions of smaller stride
     for stride, size in sorted(dims):
         if stride < reach:
-            raise _unwritable(name, value, what, "its elements share memory")
+            raise _unwritable(name, value, what, wanted, "its elements share memory")
         reach += (size - 1) * stride
 
 
-def _unwritable(name: str, value: Tensor, what: str, why: str) -> ValueError:
-    rows = " and a last dimension of stride 1" if what == "updated in place" else ""
+def _unwritable(name: str, value: Tensor, what: str, wanted: str, why: str) -> ValueError:
     return ValueError(
-        f"{name}: cannot be {what}: expected distinct elements{rows}, "
-        f"got strides {tuple(value.stride())} for shape {tuple(value.shape)} ({why})."
+        f"{name}: cannot be {what}: expected {wanted}, got strides {tuple(value.stride())} for shape {tuple(value.shape)} ({why})."
     )
 
 

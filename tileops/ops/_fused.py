@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,9 +21,19 @@ CHUNK = ROWS = 64
 _LONGEST_STRIDE = 2**40
 
 
-def serves(p: Planner, x: Slot, B: Slot, C: Slot) -> bool:
-    """Whether the fused kernel takes this call: it exists for the GPU, there are tokens, x, B and C can be read through tensor maps."""
-    return p.has("fused_main") and 0 not in x.shape and all(_mappable(slot) for slot in (x, B, C))
+#: Features of the full forward that the fused kernel lacks.
+LACKS = frozenset(
+    {
+        "seq_idx",
+        "cu_seqlens",
+    }
+)
+
+
+def serves(p: Planner, x: Slot, B: Slot, C: Slot, features: AbstractSet[str] = frozenset()) -> bool:
+    """Whether the fused kernel takes this call: it exists for the GPU and has the features, there are tokens, x, B and C can be read
+    through tensor maps."""
+    return not LACKS & features and p.has("fused_main") and 0 not in x.shape and all(_mappable(slot) for slot in (x, B, C))
 
 
 def _mappable(slot: Slot) -> bool:

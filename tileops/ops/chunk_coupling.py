@@ -12,11 +12,13 @@ from tileops.config import Value
 from tileops.ops import _checks
 from tileops.ops._base import Op
 from tileops.ops._layout import all_aligned
+from tileops.ops._library import library_op
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
 
 
+@library_op
 class SSDChunkCouplingFwdOp(Op):
     """CB (C @ B) matrix producer.
 
@@ -60,6 +62,11 @@ class SSDChunkCouplingFwdOp(Op):
 
     def options(self) -> dict[str, Any]:
         return {"chunk_len": self.chunk_len}
+
+    @staticmethod
+    def empty(C_mat: Tensor, B_mat: Tensor, *, chunk_len: int) -> Tensor:
+        batch, seqlen, groups, _ = C_mat.shape
+        return C_mat.new_empty((batch, -(-seqlen // chunk_len), groups, chunk_len, chunk_len))
 
     def check(self, *tensors: Any) -> None:
         C_mat, B_mat = tensors

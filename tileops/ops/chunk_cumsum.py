@@ -13,11 +13,13 @@ from tileops.config import Value
 from tileops.ops import _checks
 from tileops.ops._base import Op
 from tileops.ops._layout import packed
+from tileops.ops._library import library_op
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
 
 
+@library_op
 class SSDChunkCumsumFwdOp(Op):
     """Mamba-2 dA_cumsum: bias, softplus and clamp of dt, then the inclusive prefix sum of dt * A within each chunk.
 
@@ -89,6 +91,11 @@ class SSDChunkCumsumFwdOp(Op):
             "dt_min": self.dt_min,
             "dt_max": self.dt_max,
         }
+
+    @staticmethod
+    def empty(dt: Tensor, A: Tensor, dt_bias: Tensor | None, *, chunk_len: int, out_dtype: torch.dtype, **_: Any) -> tuple[Tensor, Tensor]:
+        shape = (dt.shape[0], dt.shape[2], -(-dt.shape[1] // chunk_len), chunk_len)
+        return dt.new_empty(shape, dtype=out_dtype), dt.new_empty(shape)
 
     def check(self, *tensors: Any) -> None:
         dt, A, dt_bias = tensors

@@ -11,11 +11,13 @@ from tileops.config import Value
 from tileops.ops import _checks
 from tileops.ops._base import Op
 from tileops.ops._layout import all_aligned, packed
+from tileops.ops._library import library_op
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
 
 
+@library_op
 class SSDChunkScanFwdOp(Op):
     """Mamba-2 fused chunk output: history and intra-chunk part in one pass. With l, s within a chunk:
 
@@ -61,6 +63,10 @@ class SSDChunkScanFwdOp(Op):
         """
         result: Tensor = self._run(x, cb, dA_cumsum, C, prev_states, dt)
         return result
+
+    @staticmethod
+    def empty(x: Tensor, cb: Tensor, dA_cumsum: Tensor, C: Tensor, prev_states: Tensor, dt: Tensor) -> Tensor:
+        return x.new_empty(x.shape, dtype=torch.float32)
 
     def check(self, *tensors: Any) -> None:
         x, cb, dA_cumsum, C, prev_states, dt = tensors

@@ -12,11 +12,13 @@ from tileops.config import Value
 from tileops.ops import _checks
 from tileops.ops._base import Op
 from tileops.ops._layout import all_aligned, packed
+from tileops.ops._library import library_op
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
 
 
+@library_op
 class SSDChunkStateFwdOp(Op):
     """Mamba-2 chunk state: the state at each chunk's end, from that chunk's tokens alone.
 
@@ -62,6 +64,10 @@ class SSDChunkStateFwdOp(Op):
         """
         result: Tensor = self._run(x, Bmat, dt, dA_cumsum, seq_idx)
         return result
+
+    @staticmethod
+    def empty(x: Tensor, Bmat: Tensor, dt: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None) -> Tensor:
+        return x.new_empty((x.shape[0], dt.shape[2], *x.shape[2:], Bmat.shape[3]), dtype=torch.float32)
 
     def check(self, *tensors: Any) -> None:
         x, Bmat, dt, dA_cumsum, seq_idx = tensors

@@ -13,6 +13,7 @@ from tileops.config import Value
 from tileops.ops import _checks
 from tileops.ops._base import Op
 from tileops.ops._layout import WIDE, expanded, rows
+from tileops.ops._library import library_op
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
@@ -26,6 +27,7 @@ def rows_per_cta(batch: int, tied: bool) -> int:
     return 2 if not tied and batch >= 16 else 1
 
 
+@library_op
 class SSDRecurrentFwdOp(Op):
     """Mamba-2 recurrent decode step: updates the state in place and returns the token's output.
 
@@ -61,7 +63,8 @@ class SSDRecurrentFwdOp(Op):
         TargetError: ``target`` is not registered.
     """
 
-    keywords = ("D", "z", "dt_bias", "state_batch_indices", "out")
+    mutated = ("state", "out")
+    features = ("D", "z", "dt_bias", "state_batch_indices", "out")
 
     def __init__(self, *, dt_softplus: bool = False, out_dtype: torch.dtype = torch.float32, target: str | None = None) -> None:
         self.dt_softplus = _checks.flag("dt_softplus", dt_softplus)
@@ -112,11 +115,15 @@ class SSDRecurrentFwdOp(Op):
             TargetError: a third party's target does not take a keyword that the call uses.
             MissingKernelError, IncompatibleArtifactError: CUDA tensors whose kernel cannot be had.
         """
-        if out is not None:  # at every call: addresses are no part of what a plan is kept by
+        if out is not None and not torch.compiler.is_compiling():  # at every call: addresses are no part of what a plan is kept by
             others = {"A": A, "dt": dt, "x": x, "B_in": B_in, "C_in": C_in, "state": state}
             _checks.apart("out", out, {**others, "D": D, "z": z, "dt_bias": dt_bias, "state_batch_indices": state_batch_indices})
         result: Tensor = self._run(A, dt, x, B_in, C_in, state, D, z, dt_bias, state_batch_indices, out)
         return result
+
+    @staticmethod
+    def empty(A: Tensor, dt: Tensor, x: Tensor, *_: Any, out_dtype: torch.dtype, **__: Any) -> Tensor:
+        return x.new_empty(x.shape, dtype=out_dtype)
 
     def options(self) -> dict[str, Any]:
         defaults = {"dt_softplus": False, "out_dtype": torch.float32}

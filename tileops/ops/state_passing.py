@@ -11,11 +11,13 @@ from torch import Tensor
 from tileops.config import Value
 from tileops.ops import _checks
 from tileops.ops._base import Op
+from tileops.ops._library import library_op
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
 
 
+@library_op
 class SSDStatePassingFwdOp(Op):
     """Mamba-2 state passing: the inter-chunk recurrent scan, elementwise over m < d_state.
 
@@ -57,6 +59,10 @@ class SSDStatePassingFwdOp(Op):
         """
         result: tuple[Tensor, Tensor] = self._run(states, dA_chunk_cumsum, initial_states)
         return result
+
+    @staticmethod
+    def empty(states: Tensor, dA_chunk_cumsum: Tensor, initial_states: Tensor | None) -> tuple[Tensor, Tensor]:
+        return states.new_empty(states.shape), states.new_empty((states.shape[0], *states.shape[2:]))
 
     def check(self, *tensors: Any) -> None:
         states, dA_chunk_cumsum, initial_states = tensors

@@ -1,8 +1,9 @@
 """The ``reference`` target: every op in plain PyTorch. What CPU tensors run, and a readable definition of each op.
 
 One file an op, named as the op's file in ``tileops.ops``. Functions take the checked tensors of ``forward`` in order
-and the constructor's values as keywords. They run on any device, accumulate in float32, accept bfloat16, float16 and
-float32 inputs (the CUDA kernels take the first two), and never write an input other than a decode state.
+and, as keywords, those beyond the spec and the constructor's values. They run on any device, accumulate in float32, accept
+bfloat16, float16 and float32 inputs (the CUDA kernels take the first two), and never write an input other than a decode state
+and ``out``.
 
 Importing this package imports no torch; :func:`implementation` imports the one file it needs.
 """

@@ -1,0 +1,57 @@
+"""``python -m benchmarks run | compare | table``: see docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from benchmarks import compare, runner, shapes, table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed and accuracy beside public implementations.")
+    verbs = p.add_subparsers(dest="verb", required=True)
+    run = verbs.add_parser("run", help="measure on this machine's GPU; needs the packaged kernels")
+    run.add_argument("--suite", choices=shapes.SUITES, action="append", help="may be repeated (default: all)")
+    run.add_argument("--peers", metavar="DIR", type=Path, help=f"folder with {', '.join(runner.PEERS)} (absent ones are left out)")
+    run.add_argument("--only", metavar="TEXT", action="append", default=[], help="rows whose name contains it; may be repeated")
+    run.add_argument("--jobs", metavar="N", type=int, help="processes that compile the peers' kernels (default: the CPUs)")
+    run.add_argument("--out", metavar="FILE", type=Path, help="default: benchmarks/results/<date>-h200.json")
+    run.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny rows, to try the harness; its times mean nothing")
+    two = verbs.add_parser("compare", help="what changed between two results; status 1 if anything became worse")
+    two.add_argument("before", metavar="A", type=Path)
+    two.add_argument("after", metavar="B", type=Path)
+    two.add_argument("--threshold", metavar="F", type=float, default=1.05, help="a ratio beyond it is a change (default: %(default)s)")
+    show = verbs.add_parser("table", help="a result as Markdown, for README and docs")
+    show.add_argument("file", metavar="FILE", type=Path)
+    show.add_argument("--suite", choices=shapes.SUITES, action="append", help="may be repeated (default: all)")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.verb == "run":
+        out = args.out or RESULTS / f"{time.strftime('%Y-%m-%d')}-{'h200' if args.device != 'cpu' else 'cpu'}.json"
+        data = runner.run(args.suite or shapes.SUITES, args.peers, out, device=args.device, jobs=args.jobs, only=args.only)
+        print(f"{len(data['rows'])} rows in {data['seconds']['all']:.0f} s, {out}")
+        return 0
+    if args.verb == "compare":
+        lines, worse = compare.compare(_load(args.before), _load(args.after), args.threshold)
+        print("\n".join(lines))
+        return 1 if worse else 0
+    print(table.markdown(_load(args.file), args.suite or shapes.SUITES))
+    return 0
+
+
+def _load(path: Path) -> dict[str, object]:
+    data: dict[str, object] = json.loads(path.read_text())
+    return data
+
+
+if __name__ == "__main__":
+    sys.exit(main())
