@@ -23,7 +23,7 @@ _ELF_ARCH = {"sm_80": (7, 0x500550), "sm_90a": (7, 0x5A0D5A), "sm_90": (7, 0x5A0
 
 def config(arch: str = "sm_90a", source: str = SOURCE, kernel: str = "recurrent", **values: Any) -> KernelConfig:
     """A config of the recurrent kernel; every argument is a difference."""
-    base = {"P": 64, "N": 128, "dtype": "bfloat16", "tied": True} if kernel == "recurrent" else {}
+    base = {"P": 64, "N": 128, "dtype": "bfloat16", "state_dtype": "float32", "tied": True} if kernel == "recurrent" else {}
     return KernelConfig.make(kernel, arch, {**base, **values}, source)
 
 

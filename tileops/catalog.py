@@ -91,7 +91,7 @@ KERNELS: dict[str, dict[str, tuple[Value, ...]]] = {
         "has_bias": BOOLS,
         "has_initial_states": BOOLS,
     },
-    "recurrent": {"P": HEAD_DIMS, "N": STATE_DIMS, "dtype": DTYPES, "tied": BOOLS},
+    "recurrent": {"P": HEAD_DIMS, "N": STATE_DIMS, "dtype": DTYPES, "state_dtype": ("float32", *DTYPES), "tied": BOOLS},
 }
 
 #: Kernels that exist for some archs only; every other one exists for all of ARCHS.
@@ -128,7 +128,7 @@ def describe(values: Iterable[Value]) -> str:
 def for_model(*, chunk_size: int, head_dim: int, d_state: int, dtype: str, archs: Iterable[str]) -> list[KernelConfig]:
     """Every kernel that the seven ops can ask for when they run a model of these values, once each, sorted by stage.
 
-    Unaligned variants and dt in x's dtype are included: a user's layout is not known before serving.
+    Unaligned variants, dt in x's dtype and decode states of every dtype are included: a user's layout is not known before serving.
     """
     known: dict[str, Value] = {"Q": chunk_size, "P": head_dim, "N": d_state, "dtype": dtype}
     found: dict[str, KernelConfig] = {}

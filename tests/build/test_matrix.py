@@ -136,5 +136,7 @@ def test_list_prints_keys_and_imports_no_compiler(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == [
-        catalog.config("recurrent", "sm_90a", P=64, N=128, dtype="bfloat16", tied=tied).key for tied in (False, True)
+        catalog.config("recurrent", "sm_90a", P=64, N=128, dtype="bfloat16", state_dtype=state, tied=tied).key
+        for state in ("float32", "float16", "bfloat16")
+        for tied in (False, True)
     ]

@@ -9,7 +9,7 @@ from helpers_cli import VALUES, tiny, write_site
 from tileops import compiler
 from tileops.store import publish
 
-FIELDS = ("P=16", "N=16", "dtype=bf16", "tied=true")
+FIELDS = ("P=16", "N=16", "dtype=bf16", "state_dtype=float32", "tied=true")
 
 
 def test_list_shows_every_root_with_totals(tileops, site):
@@ -46,7 +46,7 @@ def test_explain_a_hit(tileops, site):
     done = tileops("explain", "recurrent", *FIELDS, "--arch", "sm_80", TILEOPS_ARTIFACT_PATH=str(site))
     assert done.status == 0
     lines = done.out.splitlines()
-    assert lines[0] == "recurrent[N=16, P=16, dtype=bfloat16, tied=True; sm_80]"
+    assert lines[0] == "recurrent[N=16, P=16, dtype=bfloat16, state_dtype=float32, tied=True; sm_80]"
     steps = [line.split()[:2] for line in lines[3:6]]
     assert steps == [["miss", "packaged"], ["hit", "site"], ["-", "user"]]
     assert f"Found in site {site}." in done.out
@@ -75,16 +75,16 @@ def test_explain_many_in_brief(tileops, site, tmp_path):
     assert done.status == 0 and f"{len(tiny())} of {len(tiny())} are there" in done.out
     half = write_site(tmp_path / "half", [c for c in tiny() if c.kernel != "recurrent"])
     done = tileops("explain", *VALUES, TILEOPS_ARTIFACT_PATH=str(half))
-    assert done.status == 1 and f"{len(tiny()) - 2} of {len(tiny())} are there" in done.out
-    assert sorted(line.split()[1] for line in done.out.splitlines() if line.startswith("miss")) == ["recurrent", "recurrent"]
-    done = tileops("explain", "recurrent", *FIELDS[:3], "--arch", "sm_80", "--json", TILEOPS_ARTIFACT_PATH=str(half))
+    assert done.status == 1 and f"{len(tiny()) - 6} of {len(tiny())} are there" in done.out
+    assert sorted(line.split()[1] for line in done.out.splitlines() if line.startswith("miss")) == ["recurrent"] * 6
+    done = tileops("explain", "recurrent", *FIELDS[:4], "--arch", "sm_80", "--json", TILEOPS_ARTIFACT_PATH=str(half))
     assert done.status == 1 and [kernel["config"]["tied"] for kernel in done.json["kernels"]] == [False, True]
 
 
 @pytest.mark.parametrize("policy, root", [("auto", "cache"), ("cached", "cache"), ("packaged", None)])
 def test_explain_follows_the_policy(tileops, monkeypatch, policy, root):
     monkeypatch.setenv("TILEOPS_CACHE_DIR", str(tileops.cache))
-    config = next(c for c in tiny() if c.kernel == "recurrent" and c.fields["tied"])
+    config = next(c for c in tiny() if c.kernel == "recurrent" and c.fields["tied"] and c.fields["state_dtype"] == "float32")
     # An entry of the cache that another compiler made would be a miss here.
     assert publish(h.artifact(config, compiler=compiler.toolchain_name() or h.COMPILER)).stored
     done = tileops("explain", "recurrent", *FIELDS, "--arch", "sm_80", "--json", TILEOPS_POLICY=policy)

@@ -32,8 +32,8 @@ def test_check_reports_and_writes_nothing(tileops, site, tmp_path):
     assert done.json["commands"] == ["tileops warm --chunk-size 16 --head-dim 16 --d-state 16 --arch sm_80"]
     half = write_site(tmp_path / "half", [c for c in tiny() if c.kernel != "recurrent"])
     done = tileops("warm", "--check", *VALUES, TILEOPS_ARTIFACT_PATH=str(half))
-    assert done.status == 1 and f"{len(tiny()) - 2} of {len(tiny())} are there" in done.out and "Run: tileops warm" in done.out
-    assert sum(line.startswith("missing  recurrent") for line in done.out.splitlines()) == 2
+    assert done.status == 1 and f"{len(tiny()) - 6} of {len(tiny())} are there" in done.out and "Run: tileops warm" in done.out
+    assert sum(line.startswith("missing  recurrent") for line in done.out.splitlines()) == 6
     done = tileops("warm", "--check", *VALUES, "--json", TILEOPS_ARTIFACT_PATH=str(site))
     assert done.status == 0
     assert done.json["by_root"] == {f"site {site}": {"kernels": len(tiny()), "bytes": 3000 * len(tiny())}}
@@ -51,7 +51,9 @@ def test_several_models_and_archs_share_their_kernels(tileops):
     done = tileops("warm", "--check", *arguments, "--arch", "sm_80,sm_100a", "--json")
     wanted = {c.key for name in names for c in models.preset(name).kernels(["sm_80", "sm_100a"])}
     assert done.status == 1 and {each["key"] for each in done.json["missing"]} == wanted and done.json["kernels"] == len(wanted)
-    only = tileops("warm", "--check", *arguments, "--arch", "all", "--only", "recurrent P=64 arch=sm_9*", "--json").json["missing"]
+    only = tileops(
+        "warm", "--check", *arguments, "--arch", "all", "--only", "recurrent P=64 state_dtype=float32 arch=sm_9*", "--json"
+    ).json["missing"]
     assert {(each["kernel"], each["arch"]) for each in only} == {("recurrent", "sm_90a")} and len(only) == 2
 
 

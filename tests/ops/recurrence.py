@@ -38,6 +38,39 @@ def step(state: Tensor, A: Tensor, dt: Tensor, x: Tensor, B: Tensor, C: Tensor) 
     return (state * per_head(C, heads).unsqueeze(2)).sum(-1), state
 
 
+def decode(
+    A: Tensor,
+    dt: Tensor,
+    x: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    state_batch_indices: Tensor | None = None,
+    dt_softplus: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The decode op, row by row: y (B,H,P), and what becomes of state, (slots,H,P,N). Values per head may lack their last dimensions."""
+    batch, heads, head_dim = x.shape
+    A = A.view(heads, 1, 1) if A.dim() == 1 else A
+    dt, D, dt_bias = (t.unsqueeze(-1) if t is not None and t.dim() == rank else t for t, rank in ((dt, 2), (D, 1), (dt_bias, 1)))
+    v = processed_dt(dt, dt_bias, dt_softplus, dt_min=-math.inf).expand(batch, heads, head_dim)
+    new, y = state.double().clone(), torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for b in range(batch):
+        slot = b if state_batch_indices is None else int(state_batch_indices[b])
+        if not 0 <= slot < len(state):
+            continue
+        row = slice(b, b + 1)
+        y[row], new[slot : slot + 1] = step(new[slot : slot + 1], A, v[row], x[row], B[row], C[row])
+        if D is not None:
+            y[b] += D.double() * x[b].double()
+        if z is not None:
+            y[b] *= z[b].double() / (1 + torch.exp(-z[b].double()))
+    return y, new
+
+
 def mamba2(
     x: Tensor,
     dt: Tensor,

@@ -57,6 +57,11 @@ def good(op: str) -> dict[str, torch.Tensor | None]:
             "B_in": zeros(B, G, N, dtype=BF16),
             "C_in": zeros(B, G, N, dtype=BF16),
             "state": zeros(B, H, P, N),
+            "D": zeros(H, P),
+            "z": zeros(B, H, P, dtype=BF16),
+            "dt_bias": zeros(H, P),
+            "state_batch_indices": torch.arange(B, dtype=torch.int32),
+            "out": zeros(B, H, P),
         },
     }[op]
 
@@ -67,7 +72,8 @@ def build(op: str):
 
 
 ARGUMENTS = [(op, name) for op in mamba.__all__ for name, value in good(op).items() if value is not None]
-OPTIONAL = ("dt_bias", "initial_states", "seq_idx", "D", "z", "out")
+OPTIONAL = ("initial_states", "seq_idx", "D", "z", "dt_bias", "state_batch_indices", "out")
+INTEGERS = ("seq_idx", "state_batch_indices")
 FULL, STATE, SCAN, STEP = "Mamba2FwdOp", "SSDChunkStateFwdOp", "SSDChunkScanFwdOp", "SSDRecurrentFwdOp"
 
 
@@ -102,7 +108,7 @@ def test_wrong_rank(op, name):
 
 
 @pytest.mark.parametrize(("op", "name"), ARGUMENTS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int16], ids=str)
 def test_wrong_dtype(op, name, dtype):
     given = good(op)
     given[name] = given[name].to(dtype)
@@ -119,7 +125,7 @@ def test_another_device_than_the_first_arguments(op, name):
         build(op)(**given)
 
 
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in ARGUMENTS if name != "seq_idx"])
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in ARGUMENTS if name not in INTEGERS])
 def test_report_75_requires_grad(op, name):
     given = good(op)
     given[name] = given[name].clone().requires_grad_()
@@ -159,9 +165,9 @@ def test_a_state_of_inference_mode_is_refused_outside_it():
     given = good(STEP)
     with torch.inference_mode():
         given["state"] = given["state"].clone()
-        build(STEP)(*given.values())
+        build(STEP)(**given)
     with pytest.raises(ValueError, match=r"^state: cannot be updated in place: .*state\.clone\(\)"):
-        build(STEP)(*given.values())
+        build(STEP)(**given)
 
 
 @pytest.mark.parametrize("value", [4097, 2**31, 10**30])
@@ -184,8 +190,8 @@ def other(op: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         (FULL, "C", (B, S, G + 1, N), "expected shape (2, 100, 2, 32), got (2, 100, 3, 32)."),
         (FULL, "dt_bias", (H + 1,), "expected shape (8,), got (9,)."),  # report 72
         (FULL, "initial_states", (B, H, N, P), "expected shape (2, 8, 16, 32), got (2, 8, 32, 16)."),
-        (FULL, "D", (H + 1,), "expected shape (8,), got (9,)."),
-        (FULL, "D", (P, H), "expected shape (8, 16), got (16, 8)."),
+        (FULL, "D", (H + 1,), "expected shape (8,) or (8, 16), got (9,)."),
+        (FULL, "D", (P, H), "expected shape (8,) or (8, 16), got (16, 8)."),
         (FULL, "z", (B, S, H, P + 1), "expected shape (2, 100, 8, 16), got (2, 100, 8, 17)."),
         (FULL, "seq_idx", (B, S - 1), "expected shape (2, 100), got (2, 99)."),
         (FULL, "out", (B, S, H, N), "expected shape (2, 100, 8, 16), got (2, 100, 8, 32)."),
@@ -203,10 +209,17 @@ def other(op: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         (SCAN, "cb", (B, C + 1, G, Q, Q), "expected num_chunks = ceil(seqlen / chunk_len) = ceil(100 / 64) = 2, got 3."),
         (SCAN, "prev_states", (B, C, H, N, P), "expected shape (2, 2, 8, 16, 32), got (2, 2, 8, 32, 16)."),
         (SCAN, "dt", (B, H, C, Q + 1), "expected shape (2, 8, 2, 64), got (2, 8, 2, 65)."),
-        (STEP, "dt", (B, H, P + 1), "expected shape (batch, 8, 16), got (2, 8, 17)."),
+        (STEP, "dt", (B, H, P + 1), "expected shape (batch, 8, 16) or (batch, 8), got (2, 8, 17)."),
+        (STEP, "dt", (B, H + 1), "expected shape (batch, 8, 16) or (batch, 8), got (2, 9)."),
         (STEP, "x", (B + 1, H, P), "expected shape (2, 8, 16), got (3, 8, 16)."),
         (STEP, "C_in", (B, G, N + 1), "expected shape (2, 2, 32), got (2, 2, 33)."),
-        (STEP, "state", (B, H, N, P), "expected shape (2, 8, 16, 32), got (2, 8, 32, 16)."),
+        (STEP, "state", (B, H, N, P), "expected shape (n_slots, 8, 16, 32), got (2, 8, 32, 16)."),
+        (STEP, "D", (P, H), "expected shape (8, 16) or (8,), got (16, 8)."),
+        (STEP, "D", (P,), "expected shape (8, 16) or (8,), got (16,)."),
+        (STEP, "z", (B, H), "expected shape (2, 8, 16), got (2, 8)."),
+        (STEP, "dt_bias", (H, 1), "expected shape (8, 16) or (8,), got (8, 1)."),  # report 72
+        (STEP, "state_batch_indices", (B + 1,), "expected shape (2,), got (3,)."),
+        (STEP, "out", (B, P, H), "expected shape (2, 8, 16), got (2, 16, 8)."),
     ],
 )
 def test_wrong_sizes(op, name, shape, message):
@@ -246,7 +259,12 @@ def test_report_41_heads_that_do_not_divide_into_groups(op, changes):
         (SCAN, "cb", F32, "cb: expected dtype bfloat16 (that of x), got float32."),
         (SCAN, "prev_states", BF16, "prev_states: expected dtype float32, got bfloat16."),
         (STEP, "A", BF16, "A: expected dtype float32, got bfloat16."),
-        (STEP, "state", torch.float16, "state: expected dtype float32, got float16."),
+        (STEP, "state", torch.float64, "state: expected dtype float32 or float16 or bfloat16, got float64."),
+        (STEP, "D", BF16, "D: expected dtype float32, got bfloat16."),
+        (STEP, "dt_bias", BF16, "dt_bias: expected dtype float32, got bfloat16."),
+        (STEP, "z", F32, "z: expected dtype bfloat16 (that of x), got float32."),
+        (STEP, "out", torch.float16, "out: expected dtype float32 or bfloat16 (float32, or that of x), got float16."),
+        (STEP, "state_batch_indices", F32, "state_batch_indices: expected dtype int32 or int64, got float32."),
     ],
 )
 def test_wrong_dtype_of_one(op, name, dtype, message):

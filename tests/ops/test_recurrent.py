@@ -96,12 +96,6 @@ def test_report_69_a_state_that_cannot_be_updated_in_place_is_refused(view, why)
     assert torch.equal(given, before)
 
 
-def test_report_11_state_in_bfloat16_is_refused():
-    *others, state = arguments()
-    with pytest.raises(ValueError, match=r"^state: expected dtype float32, got bfloat16"):
-        SSDRecurrentFwdOp()(*others, state.bfloat16())
-
-
 def test_report_11_4096_steps_agree_with_a_prefill():
     case = Case(1, 4096, 2, 16, 16, 1, 256)
     given = inputs(case, torch.bfloat16)

@@ -11,7 +11,7 @@ pytest.importorskip("tilelang", reason="TileLang is not installed; tile programs
 from tileops import catalog, expr
 from tileops.compiler.lower import Lowered, lower
 
-MODEL = {"Q": 128, "P": 80, "N": 144, "dtype": "bfloat16", "dt_dtype": "float32", "out_dtype": "float32"}
+MODEL = {"Q": 128, "P": 80, "N": 144, "dtype": "bfloat16", "dt_dtype": "float32", "out_dtype": "float32", "state_dtype": "bfloat16"}
 FLAGS = {"softplus": True, "has_bias": True, "has_seq_idx": True, "has_initial_states": True, "tied": False, "packed": True, "half": True}
 
 #: 16-bit inputs of each kernel, read 16 bytes at a time where ``aligned``.
@@ -125,6 +125,30 @@ def test_tensor_maps_are_those_of_the_program() -> None:
     assert [maps[n].dtype for n in ("x_desc", "y_desc")] == [9, 7]
     assert lowered("fused_main", dtype="float16").tensormaps["x_desc"].dtype == 6
     assert lowered("chunk_scan").tensormaps == {}
+
+
+@pytest.mark.parametrize("tied", catalog.BOOLS)
+@pytest.mark.parametrize("state_dtype", ["float32", *catalog.DTYPES])
+def test_optional_tensors_are_passed_on_to_be_tested_and_never_indexed(state_dtype: str, tied: bool) -> None:
+    result = lowered("recurrent", state_dtype=state_dtype, tied=tied)
+    assert result.optional == ("D", "dt_bias", "slots", "slots64", "y", "y_half", "z")
+    text = result.source[result.source.rindex("__global__") :]
+    head, code = text.split("{", 1)
+    for name in result.optional:
+        assert re.search(rf"__restrict__ {name}\b", head), name
+        assert not re.search(rf"(?<!&\()\b{name}\[|\b{name}\[(?!\(int64_t\)0\])", code), name  # but for the address &(y[0])
+    for name in ("state", "y", "y_half"):  # a const one would let loads go through the read-only cache, and stores nowhere
+        assert not re.search(rf"const \w+\* __restrict__ {name}\b", head), name
+    assert lowered("state_passing").optional == ()
+
+
+@pytest.mark.parametrize("dtype", catalog.DTYPES)
+def test_the_decode_state_is_read_and_written_16_bytes_at_a_time(dtype: str) -> None:
+    for state_dtype, width in (("float32", 4), ("float16", 8), ("bfloat16", 8)):
+        result = lowered("recurrent", dtype=dtype, state_dtype=state_dtype, tied=True)
+        assert {p.bind for p in result.params if p.bind.startswith("state.")} == {f"state.stride{d} // {width}" for d in range(3)}
+        assert f"#define WIDTH {width}\n" in result.source and result.alignment["state"] == 16
+        assert result.source.count('@p ld.global" LOAD_HINT ".v4.b32') == result.source.count('@p st.global" STORE_HINT ".v4.b32') == 1
 
 
 def test_softplus_uses_log1p_and_exact_exp() -> None:

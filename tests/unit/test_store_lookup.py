@@ -193,7 +193,7 @@ def test_the_error_names_all_there_is_to_know(tmp_path, sources):
     lookup = store.find(h.config(), policy="cached")
     error = store.missing_error(lookup)
     text = str(error)
-    assert "recurrent[N=128, P=64, dtype=bfloat16, tied=True; sm_90a]" in text
+    assert "recurrent[N=128, P=64, dtype=bfloat16, state_dtype=float32, tied=True; sm_90a]" in text
     assert "'cached' forbids compiling" in text
     assert "P (128, not 64)" in text
     for step in lookup.trace:

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "tileops explain KERNEL [FIELD=VALUE ...] [--arch A,B] [--json]\n"
         "       tileops explain (--model NAME | --config FILE | values) [--arch A,B] [--json]\n"
-        "example: tileops explain recurrent P=64 N=128 dtype=bf16 tied=true --arch sm_90a"
+        "example: tileops explain recurrent P=64 N=128 dtype=bf16 state_dtype=float32 tied=true --arch sm_90a"
     )
 
 

@@ -30,8 +30,8 @@ Result = Any  # Tensor | tuple[Tensor, ...]
 class Op:
     """Base of the operators. Subclasses define ``check``, ``options``, ``plan`` and ``kernels``."""
 
-    #: Names of the tensors beyond the spec, which ``forward`` takes as keywords and ``_run`` gets last.
-    features: tuple[str, ...] = ()
+    #: The last of ``_run``'s tensors, those beyond the spec: targets get them by these names, and only when they are given.
+    keywords: tuple[str, ...] = ()
 
     def __init__(self, target: str | None = None) -> None:
         if target is not None:
@@ -56,8 +56,12 @@ class Op:
     # --- what a subclass defines -------------------------------------------------------------------------------
 
     def options(self) -> dict[str, Any]:
-        """The constructor's values, as keywords of every target's implementation."""
+        """The constructor's values, as keywords of every target's implementation; those beyond the spec where they are not the default."""
         return {}
+
+    def full(self, *tensors: Tensor | None) -> Sequence[Tensor | None]:
+        """The tensors as targets get them: short forms that the spec does not have become the spec's."""
+        return tensors
 
     def check(self, *tensors: Tensor | None) -> None:
         """Raises ValueError or TypeError naming the argument that is wrong, what was expected and what came."""
@@ -77,7 +81,7 @@ class Op:
     # --- running a call ----------------------------------------------------------------------------------------
 
     def _run(self, *tensors: Tensor | None) -> Result:
-        """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order, then ``features``."""
+        """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order."""
         try:
             key = (*_signature(tensors), torch.is_grad_enabled(), targets.default())
         except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse): check() has the words for it
@@ -89,9 +93,7 @@ class Op:
             device = next(t.device for t in tensors if t is not None)
             name = targets.choose(self.target, device.type, self.op_name)
             if name != targets.BUILTIN:
-                spec = len(tensors) - len(self.features)
-                asked = {name: t for name, t in zip(self.features, tensors[spec:]) if t is not None}
-                return targets.implementation(name, self.op_name)(*tensors[:spec], **asked, **self.options())
+                return self._run_on(name, self.full(*tensors))
             self.check_builtin(*tensors)
             with torch.cuda.device(device):
                 plan = self._make_plan(tensors, device)
@@ -103,6 +105,12 @@ class Op:
             return plan.run(tensors)
         with torch.cuda.device(device):
             return plan.run(tensors)
+
+    def _run_on(self, name: str, tensors: Sequence[Tensor | None]) -> Result:
+        options, required = self.options(), len(tensors) - len(self.keywords)
+        given = {word: tensor for word, tensor in zip(self.keywords, tensors[required:]) if tensor is not None}
+        function = targets.implementation(name, self.op_name, (*given, *options) if self.keywords else ())
+        return function(*tensors[:required], **given, **options)
 
     def _make_plan(self, tensors: Sequence[Tensor | None], device: torch.device) -> Plan:
         from tileops.ops._planner import Plan, Planner  # here: it brings the driver, which a CPU user does not need

@@ -8,7 +8,7 @@ dtype, device, layout or value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,19 +39,31 @@ class Arguments:
     def __getitem__(self, name: str) -> int:
         return self.sizes[name]
 
-    def tensor(self, name: str, value: Any, dims: Sequence[str], dtypes: Sequence[torch.dtype], same_as: str = "") -> None:
-        """Check one tensor: its kind, rank and shape against ``dims``, dtype, device, and that no gradient is asked for.
+    def tensor(
+        self,
+        name: str,
+        value: Any,
+        dims: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        same_as: str = "",
+        or_dims: Sequence[str] | None = None,
+    ) -> None:
+        """Check one tensor: its kind, rank and shape against ``dims`` (or ``or_dims``, by its rank), dtype, device, and that no
+        gradient is asked for.
 
         ``same_as`` says in the message whose dtype ``dtypes`` is.
         """
+        expected = self._shape(dims) if or_dims is None else f"{self._shape(dims)} or {self._shape(or_dims)}"
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a tensor of shape {self._shape(dims)}, got {type(value).__name__}.")
+            raise TypeError(f"{name}: expected a tensor of shape {expected}, got {type(value).__name__}.")
         if value.is_nested:
             raise ValueError(f"{name}: expected a strided tensor, got a nested one.")
         if value.layout != torch.strided:
             raise ValueError(f"{name}: expected a strided tensor, got layout {value.layout}.")
+        if or_dims is not None and value.dim() == len(or_dims):
+            dims = or_dims
         if value.dim() != len(dims) or any(self.sizes.get(d, n) != n for d, n in zip(dims, value.shape)):
-            raise ValueError(f"{name}: expected shape {self._shape(dims)}, got {tuple(value.shape)}.")
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(value.shape)}.")
         if value.dtype not in dtypes:
             whose = f" ({same_as})" if same_as else ""
             raise ValueError(f"{name}: expected dtype {' or '.join(map(dtype_name, dtypes))}{whose}, got {dtype_name(value.dtype)}.")
@@ -69,10 +81,18 @@ class Arguments:
             )
         self.sizes.update(zip(dims, value.shape))
 
-    def optional(self, name: str, value: Any, dims: Sequence[str], dtypes: Sequence[torch.dtype]) -> None:
+    def optional(
+        self,
+        name: str,
+        value: Any,
+        dims: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        same_as: str = "",
+        or_dims: Sequence[str] | None = None,
+    ) -> None:
         """As ``tensor``, and None is fine."""
         if value is not None:
-            self.tensor(name, value, dims, dtypes)
+            self.tensor(name, value, dims, dtypes, same_as, or_dims)
 
     def at_least_one(self, *names: str) -> None:
         """These sizes are >= 1; batch and seqlen alone may be 0."""
@@ -173,41 +193,52 @@ def out_dtype(name: str, value: Any) -> torch.dtype:
     return value
 
 
-def updated_in_place(name: str, value: Tensor, what: str = "updated in place") -> None:
+def updated_in_place(name: str, value: Tensor) -> None:
     """Raise unless every element of ``value`` has its own memory and rows are contiguous: a copy would lose the update."""
+    _writable(name, value, "updated in place")
+    if value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise _unwritable(name, value, "updated in place", "its last dimension is not contiguous")
+
+
+def written(name: str, value: Tensor, *, rows: bool = False) -> None:
+    """Raise unless every element of ``value`` has its own memory, so that results can be written there, and, with ``rows``, its last
+    dimension is contiguous."""
+    _writable(name, value, "written")
+    if rows and value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise _unwritable(name, value, "written", "its last dimension is not contiguous")
+
+
+def _writable(name: str, value: Tensor, what: str) -> None:
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name}: cannot be {what}: it was made under torch.inference_mode(); call this op under it too, or pass {name}.clone()."
         )
     dims = [(stride, size) for size, stride in zip(value.shape, value.stride()) if size > 1]
     reach = 1  # elements spanned by the dimensions of smaller stride
-    overlaps = False
     for stride, size in sorted(dims):
-        overlaps = overlaps or stride < reach
+        if stride < reach:
+            raise _unwritable(name, value, what, "its elements share memory")
         reach += (size - 1) * stride
-    if overlaps or (value.shape[-1] > 1 and value.stride(-1) != 1):
-        why = "its elements share memory" if overlaps else "its last dimension is not contiguous"
-        raise ValueError(
-            f"{name}: cannot be {what}: expected distinct elements and a last dimension of stride 1, "
-            f"got strides {tuple(value.stride())} for shape {tuple(value.shape)} ({why})."
-        )
 
 
-def apart(name: str, value: Any, others: Iterable[tuple[str, Any]]) -> None:
-    """Raise where ``value``, which the call writes, lies in the memory range of one of ``others`` in the same storage."""
-    own = _range(value)
-    for other_name, other in others:
-        if other is value and other is not None:
-            raise ValueError(f"{name}: expected memory of its own, got the tensor passed as {other_name}.")
-        taken = _range(other)
-        if own and taken and own[0] == taken[0] and own[1] < taken[2] and taken[1] < own[2]:
-            raise ValueError(f"{name}: expected memory of its own, got a tensor that overlaps {other_name} in the same storage.")
+def _unwritable(name: str, value: Tensor, what: str, why: str) -> ValueError:
+    rows = " and a last dimension of stride 1" if what == "updated in place" or "last" in why else ""
+    return ValueError(
+        f"{name}: cannot be {what}: expected distinct elements{rows}, "
+        f"got strides {tuple(value.stride())} for shape {tuple(value.shape)} ({why})."
+    )
 
 
-def _range(value: Any) -> tuple[int, int, int] | None:
-    """Storage, first and last byte of a tensor that has memory."""
-    if not isinstance(value, Tensor) or value.is_nested or value.layout != torch.strided or value.is_meta or value.numel() == 0:
-        return None
-    start = value.data_ptr()
-    elements = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()))
-    return value.untyped_storage().data_ptr(), start, start + elements * value.element_size()
+def apart(name: str, value: Tensor, others: Mapping[str, Tensor | None]) -> None:
+    """Raise where ``value``, which is written, certainly shares memory with one of the others: a common start, or dense spans that meet.
+
+    Interleaved views of one buffer pass, whether or not their elements meet.
+    """
+    try:
+        start, size, dense = value.data_ptr(), value.numel() * value.element_size(), value.is_contiguous()
+        spans = {other: (t.data_ptr(), t.numel() * t.element_size(), t.is_contiguous()) for other, t in others.items() if t is not None}
+    except (AttributeError, RuntimeError):  # something that is no plain tensor: the op's check has the words for it
+        return
+    for other, (at, extent, whole) in spans.items():
+        if size and extent and (at == start or (dense and whole and at < start + size and start < at + extent)):
+            raise ValueError(f"{name}: shares memory with {other}; expected a tensor of its own.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,3 +27,8 @@ def rows(p: Planner, slot: Slot) -> Slot:
 def all_aligned(*slots: Slot) -> bool:
     """Whether every row of every slot starts at a multiple of 16 bytes: the kernels' variant with wide loads."""
     return all(slot.aligned(WIDE) for slot in slots)
+
+
+def expanded(slot: Slot, shape: Sequence[int]) -> Slot:
+    """``slot``, given without its last dimensions, as a view of this shape with strides of 0 in them."""
+    return replace(slot, shape=tuple(shape), stride=slot.stride + (0,) * (len(shape) - len(slot.shape)))

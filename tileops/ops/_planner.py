@@ -72,7 +72,7 @@ class Plan:
 
     def __init__(self, planner: Planner, outputs: Slot | tuple[Slot, ...]) -> None:
         self.device = planner.device
-        self._densify = tuple(planner.densify)
+        self._densify = tuple(planner.densify.items())
         self._outputs = tuple(planner.outputs)
         self._workspace = planner.workspace_bytes
         self._steps = tuple(planner.steps)
@@ -85,8 +85,12 @@ class Plan:
         device = self.device
         if self._densify:
             tensors = list(tensors)
-            for index in self._densify:
-                tensors[index] = tensors[index].clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
+            for index, more in self._densify:
+                tensor = tensors[index]
+                assert tensor is not None
+                if more:
+                    tensor = tensor.view(*tensor.shape, *(1 for _ in more)).expand(*tensor.shape, *more)
+                tensors[index] = tensor.clone(memory_format=torch.contiguous_format)
         results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
         workspace = torch.empty(self._workspace, dtype=torch.uint8, device=device) if self._workspace else None
         memory: list[Tensor | None] = [*tensors, *results, workspace, None]
@@ -115,10 +119,11 @@ class Planner:
     def __init__(self, tensors: Sequence[Tensor | None], device: torch.device) -> None:
         self.device = device
         self.inputs = len(tensors)
-        self.densify: list[int] = []
+        self.densify: dict[int, tuple[int, ...]] = {}  # inputs copied at each call -> dimensions they are expanded by
         self.outputs: list[tuple[tuple[int, ...], torch.dtype]] = []
         self.steps: list[Callable[[list[Tensor | None], list[int], Any], None]] = []
         self._workspace_offset = 0
+        self._given = tuple(() if t is None else tuple(t.shape) for t in tensors)
         self.slots = tuple(None if t is None else _slot_of(i, t) for i, t in enumerate(tensors))
 
     @property
@@ -153,9 +158,9 @@ class Planner:
         return self.copied(slot)
 
     def copied(self, slot: Slot) -> Slot:
-        """A contiguous, aligned copy of an input, made at each call."""
-        if slot.base not in self.densify:
-            self.densify.append(slot.base)
+        """A contiguous, aligned copy of an input, made at each call; of an input ``expanded`` to more dimensions, in its full shape."""
+        given = self._given[slot.base]
+        self.densify[slot.base] = slot.shape[len(given) :] if slot.shape[: len(given)] == given else ()
         return replace(slot, stride=contiguous_strides(slot.shape), base_alignment=_WORKSPACE_ALIGNMENT)
 
     def launch(

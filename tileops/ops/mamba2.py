@@ -29,6 +29,8 @@ _SPEC = ("x", "dt", "A", "B", "C", "dt_bias", "initial_states")
 _FEATURES = ("D", "z", "seq_idx", "cu_seqlens", "out")
 _NAMES = (*_SPEC, *_FEATURES)
 
+_NO_LIMIT = (0.0, math.inf)
+
 
 class Mamba2FwdOp(Op):
     """Mamba-2 state-space dual (SSD) full forward pass. For each token t, with g = h // (n_heads // n_groups):
@@ -78,14 +80,14 @@ class Mamba2FwdOp(Op):
         TargetError: ``target`` is not registered.
     """
 
-    features = _FEATURES
+    keywords = _FEATURES
 
     def __init__(
         self,
         chunk_size: int = 256,
         dt_softplus: bool = True,
         *,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
+        dt_limit: tuple[float, float] = _NO_LIMIT,
         out_dtype: torch.dtype | None = None,
         target: str | None = None,
     ) -> None:
@@ -129,7 +131,8 @@ class Mamba2FwdOp(Op):
                 sequences may be empty. y of tokens outside of all sequences is 0. initial_states and final_states are
                 (n_seqs, n_heads, d_head, d_state).
             out: (batch, seqlen, n_heads, d_head) float32 or x's dtype (out_dtype, where that is given), last dimension contiguous,
-                no element twice; y is written there and ``out`` returned. It shares no memory with an input.
+                no element twice; y is written there and ``out`` returned. It must share no memory with an input; what is cheaply
+                seen to do so is refused (the same start, or two contiguous tensors that overlap).
 
         Returns:
             y: (batch, seqlen, n_heads, d_head) float32, or as out_dtype and out say.
@@ -144,17 +147,14 @@ class Mamba2FwdOp(Op):
         """
         tensors = (x, dt, A, B, C, dt_bias, initial_states, D, z, seq_idx, cu_seqlens, out)
         if out is not None:  # at every call: a plan knows no addresses
-            _checks.apart("out", out, zip(_NAMES, tensors[:-1]))
+            _checks.apart("out", out, dict(zip(_NAMES, tensors[:-1])))
         result: tuple[Tensor, Tensor] = self._run(*tensors)
         return result
 
     def options(self) -> dict[str, Any]:
-        return {
-            "chunk_size": self.chunk_size,
-            "dt_softplus": self.dt_softplus,
-            "dt_limit": self.dt_limit,
-            "out_dtype": self.out_dtype,
-        }
+        beyond: dict[str, Any] = {"dt_limit": self.dt_limit, "out_dtype": self.out_dtype}
+        asked = {name: value for name, value in beyond.items() if value not in (_NO_LIMIT, None)}
+        return {"chunk_size": self.chunk_size, "dt_softplus": self.dt_softplus, **asked}
 
     def check(self, *tensors: Any) -> None:
         x, dt, A, B, C, dt_bias, initial_states, D, z, seq_idx, cu_seqlens, out = tensors
@@ -180,10 +180,8 @@ class Mamba2FwdOp(Op):
             a.sizes["n_seqs"] = a["n_seqs + 1"] - 1
         chain = "batch" if cu_seqlens is None else "n_seqs"
         a.optional("initial_states", initial_states, (chain, "n_heads", "d_head", "d_state"), _checks.FLOAT32)
-        per_head = isinstance(D, Tensor) and D.dim() == 1
-        a.optional("D", D, ("n_heads",) if per_head else ("n_heads", "d_head"), _checks.FLOAT32)
-        if z is not None:
-            a.tensor("z", z, token, (x.dtype,), "that of x")
+        a.optional("D", D, ("n_heads",), _checks.FLOAT32, or_dims=("n_heads", "d_head"))
+        a.optional("z", z, token, (x.dtype,), "that of x")
         a.optional("seq_idx", seq_idx, ("batch", "seqlen"), _checks.INT32)
         allowed = tuple(dict.fromkeys((torch.float32, x.dtype)))
         if self.out_dtype is not None and self.out_dtype not in allowed:
@@ -195,7 +193,7 @@ class Mamba2FwdOp(Op):
                 a.tensor("out", out, token, allowed, "float32, or that of x")
             else:
                 a.tensor("out", out, token, (self.out_dtype,), "the op's out_dtype")
-            _checks.updated_in_place("out", out, "written")
+            _checks.written("out", out, rows=True)
 
     def check_builtin(self, *tensors: Any) -> None:
         x, B = tensors[0], tensors[3]

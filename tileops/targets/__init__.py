@@ -6,9 +6,11 @@ only) and ``"reference"`` (plain PyTorch, any device). Others come from installe
 
 - ``name: str``, the same name;
 - ``implementation(op_name) -> callable or None``. The callable gets the tensors of the op's ``forward`` in order
-  (None for an optional one that was not passed), checked, then as keywords those beyond the spec that were passed
-  (``Op.features``) and the constructor's values (``Op.options()``); it returns what ``forward`` returns. None means that the
-  target does not serve this op.
+  (None for an optional one that was not passed), checked, then the constructor's values as keywords
+  (``Op.options()``); it returns what ``forward`` returns. None means that the target does not serve this op. Features beyond the
+  spec (``SSDRecurrentFwdOp``: D, z, dt_bias, state_batch_indices, out; dt_softplus, out_dtype; ``Mamba2FwdOp``: D, z, seq_idx,
+  cu_seqlens, out; dt_limit, out_dtype) come as keywords, and only those that a call uses: a call with one that the callable does
+  not take raises TargetError.
 
 Which target serves a call: the op's explicit ``target=``, else the process default (:func:`set_default_target`), else
 the input's device: CUDA tensors -> BUILTIN, all others -> ``"reference"``.
@@ -19,9 +21,10 @@ to load costs one warning, never an import. Importing this module imports no tor
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tileops.errors import TargetError
@@ -134,13 +137,13 @@ def choose(explicit: Target, device_type: str, op_name: str) -> str:
     return name
 
 
-def implementation(name: str, op_name: str) -> Implementation:
+def implementation(name: str, op_name: str, keywords: Sequence[str] = ()) -> Implementation:
     """The callable with which the target ``name`` serves ``op_name``; see the module's docstring for its arguments.
 
     BUILTIN has none: its kernels are launched by ``tileops.ops``.
 
     Raises:
-        TargetError: unknown name, or the target does not serve the op.
+        TargetError: unknown name, or the target does not serve the op, or its callable does not take one of ``keywords``.
     """
     if name == REFERENCE:
         from tileops import reference
@@ -158,7 +161,27 @@ def implementation(name: str, op_name: str) -> Implementation:
             op=op_name,
             registered=registered_targets(),
         )
+    refused = [word for word in keywords if not _takes(found, word)]
+    if refused:
+        raise TargetError(
+            f"target {name!r} serves {op_name} without {', '.join(refused)}; leave that out, or use another target; "
+            f"registered: {', '.join(registered_targets())}.",
+            target=name,
+            op=op_name,
+            registered=registered_targets(),
+        )
     return found
+
+
+def _takes(function: Implementation, keyword: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a callable that does not say: the call will
+        return True
+    named = parameters.get(keyword)
+    if named is not None:
+        return named.kind in (named.POSITIONAL_OR_KEYWORD, named.KEYWORD_ONLY)
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _unknown(name: str) -> TargetError:
