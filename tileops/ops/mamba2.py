@@ -215,8 +215,7 @@ class Mamba2FwdOp(Op):
             ("pack_starts", {}),
             ("pack_map", {}),
             ("pack_rows", {}),
-            ("pack_steps", {"softplus": self.dt_softplus}),
-            ("chunk_cumsum", {"Q": Q, "out_dtype": "float32", "softplus": False, "has_bias": False}),  # of a pack's steps
+            ("pack_tails", {}),
             ("seq_runs", {"Q": Q}),
             ("seq_mask", {"Q": Q}),
             ("seq_passing", {}),
@@ -264,14 +263,16 @@ class Mamba2FwdOp(Op):
         """Add the launches of the five stages: y, final_states and, for a pack, which row of y is whose."""
         Q = self.chunk_size
         chains, rows, bounds = x.shape[0], None, None
+        pack = None
         if cu_seqlens is not None:
-            pack = plan_pack(p, cu_seqlens, x, dt, A, B, C, dt_bias, chunk_len=Q, **limits)
+            pack = plan_pack(p, cu_seqlens, x.shape[1], Q)
             chains, rows, bounds = cu_seqlens.shape[0] - 1, pack.rows, pack.starts
-            x, dt, A, B, C, dt_bias = pack.x, pack.dt, pack.A, pack.B, pack.C, None
-            limits = {"dt_softplus": False, "dt_min": -math.inf, "dt_max": math.inf}
+            x, dt, B, C = (pack.laid_out(p, slot) for slot in (x, dt, B, C))
         heads, head_dim = x.shape[2:]
         flat = head_dim * B.shape[-1]
         dt_out, dA_cumsum = plan_chunk_cumsum(p, p.workspace, dt, A, dt_bias, chunk_len=Q, out_dtype=torch.float32, **limits)
+        if pack is not None:
+            pack.end(p, dt_out, dA_cumsum)
         cb = plan_chunk_coupling(p, p.workspace, C, B, chunk_len=Q)
         runs = None
         if seq_idx is not None:
