@@ -77,7 +77,7 @@ KERNELS: dict[str, dict[str, tuple[Value, ...]]] = {
     "pack_starts": {},
     "pack_map": {},
     "pack_rows": {"aligned": BOOLS},
-    "pack_steps": {"softplus": BOOLS, "has_bias": BOOLS},
+    "pack_tails": {},
     "seq_runs": {"Q": CHUNK_LENGTHS},
     "seq_mask": {"Q": CHUNK_LENGTHS},
     "seq_passing": {"has_initial_states": BOOLS, "packed": BOOLS},

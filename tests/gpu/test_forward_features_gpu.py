@@ -294,7 +294,7 @@ def test_offsets_beyond_32_bits():
 def test_preload_covers_the_features():
     given = on_gpu(Case(1, 100, 6, 64, 128, 2, Q))
     op = Mamba2FwdOp(Q)
-    assert {name for name, _ in op.kernels()} >= {"gate", "pack_starts", "pack_map", "pack_rows", "pack_steps", "seq_runs", "seq_passing"}
+    assert {name for name, _ in op.kernels()} >= {"gate", "pack_starts", "pack_map", "pack_rows", "pack_tails", "seq_runs", "seq_passing"}
     op.preload(dtype="bfloat16", d_head=64, d_state=128)
     from tileops import stats
 

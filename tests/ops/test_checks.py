@@ -190,8 +190,8 @@ def other(op: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         (FULL, "C", (B, S, G + 1, N), "expected shape (2, 100, 2, 32), got (2, 100, 3, 32)."),
         (FULL, "dt_bias", (H + 1,), "expected shape (8,), got (9,)."),  # report 72
         (FULL, "initial_states", (B, H, N, P), "expected shape (2, 8, 16, 32), got (2, 8, 32, 16)."),
-        (FULL, "D", (H + 1,), "expected shape (8,), got (9,)."),
-        (FULL, "D", (P, H), "expected shape (8, 16), got (16, 8)."),
+        (FULL, "D", (H + 1,), "expected shape (8,) or (8, 16), got (9,)."),
+        (FULL, "D", (P, H), "expected shape (8,) or (8, 16), got (16, 8)."),
         (FULL, "z", (B, S, H, P + 1), "expected shape (2, 100, 8, 16), got (2, 100, 8, 17)."),
         (FULL, "seq_idx", (B, S - 1), "expected shape (2, 100), got (2, 99)."),
         (FULL, "out", (B, S, H, N), "expected shape (2, 100, 8, 16), got (2, 100, 8, 32)."),

@@ -150,12 +150,15 @@ def test_a_third_partys_target_gets_what_is_beyond_the_spec_as_keywords_where_it
             op = m.Mamba2FwdOp(4, target="doubling")
         spec = x, torch.zeros(1, 4, 2), torch.zeros(2), BC, BC
         print(op(*spec))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            op = m.Mamba2FwdOp(4, dt_limit=(0.01, 0.1), target="doubling")
         print(op(*spec, z=x.clone(), D=torch.zeros(2)))
         """,
     )
     assert out.splitlines() == [
         "['chunk_size', 'dt_softplus']",
-        "['D', 'chunk_size', 'dt_softplus', 'z']",
+        "['D', 'chunk_size', 'dt_limit', 'dt_softplus', 'z']",
     ]
 
 

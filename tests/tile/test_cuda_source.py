@@ -32,13 +32,13 @@ def body(kernel: str, arch: str = "sm_80", **changed: object) -> str:
 #: Block coordinates and the sizes they count up to: what an offset multiplies.
 INDEX = r"[BSCHGM]|b|h|g|c|bc|bh|bch|bcg"
 #: In these kernels more: elsewhere the names are of tiles.
-TOKENS = dict.fromkeys(("gate", "pack_rows", "pack_steps", "seq_passing"), INDEX + "|[RADV]|[radvt]|row")
+TOKENS = dict.fromkeys(("gate", "pack_rows", "seq_passing"), INDEX + "|[RADV]|[radvt]|row")
 
 #: Kernels whose tensors are vectors: no size multiplies in their offsets.
 VECTORS = ("fused_clear", "pack_starts", "pack_map")
 
 #: Kernels that compute more than offsets of sizes that the grid or a token bounds: only their subscripts are offsets.
-SUBSCRIPTS = ("fused_main", "recurrent", "gate", "pack_rows", "pack_steps", "seq_mask")
+SUBSCRIPTS = ("fused_main", "recurrent", "gate", "pack_rows", "pack_tails", "seq_mask")
 
 
 def narrow_products(text: str, index: str) -> list[str]:

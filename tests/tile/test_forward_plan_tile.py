@@ -151,6 +151,27 @@ def test_a_pack_is_each_of_its_sequences_alone(lengths: list[int], with_initial:
         assert torch.equal(y[:, first:last], one) and torch.equal(final[n : n + 1], one_final)
 
 
+@pytest.mark.parametrize("pitch", [41, 48])
+def test_a_pack_in_any_layout(pitch: int) -> None:
+    case = Case(1, 150, 4, 16, 32, 2, Q)
+    given, cu_seqlens, initial = inputs(case, FP16), pack([70, 0, 75]), states(case, 3)
+    features = gates(case, FP16)
+    expected = forward(Mamba2FwdOp(Q), *given.five, given.dt_bias, initial, cu_seqlens=cu_seqlens, **features)
+    check(expected, recurrence.mamba2(*given.five, given.dt_bias, initial, cu_seqlens=cu_seqlens, **features))
+
+    def wide(t: Any, step: int = 1) -> Any:
+        memory = torch.full((*t.shape[:-1], step * (t.shape[-1] + pitch)), math.nan, dtype=t.dtype)
+        view = memory[..., 8 : 8 + step * t.shape[-1] : step]
+        return view.copy_(t)
+
+    x, B, C, z = (wide(t) for t in (given.x, given.B, given.C, features["z"]))
+    small = [wide(t, 2) for t in (given.dt, given.A, given.dt_bias, initial)]
+    ends = torch.stack([cu_seqlens, cu_seqlens + 7], -1)[:, 0]
+    for dt, A, bias, start in ([given.dt, given.A, given.dt_bias, initial], small):
+        got = forward(Mamba2FwdOp(Q), x, dt, A, B, C, bias, start, cu_seqlens=ends, D=wide(features["D"], 2), z=z)
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_stays_in_its_sequence_of_a_pack(value: float) -> None:
     case = Case(1, 300, 4, 16, 32, 2, Q)

@@ -2,7 +2,8 @@
 
 cu_seqlens (M), starts (M) int32, as pack_starts makes it
 -> rows (S) int32: the row of a token, -1 for a token of no sequence;
-   tokens (R) int32, R = C * Q: the token of a row, -1 behind the end of a sequence, -2 in a chunk of no sequence.
+   tokens (R) int32, R = C * Q: the token of a row; in a chunk of no sequence -1; behind the end of a sequence -2 - l, where l
+   is the chunk's last row that holds a token.
 Every value is in range, whatever cu_seqlens holds. R >= S; a thread takes one row and one token.
 """
 
@@ -52,7 +53,8 @@ def program() -> Any:
                 if r < R:
                     first = T.alloc_var("int32", init=T.max(T.min(cu_seqlens[of_chunk], S), 0))
                     token = T.alloc_var("int32", init=first + (r - starts[of_chunk] * Q))
-                    real = token < T.min(cu_seqlens[of_chunk + 1], S)
-                    tokens[r] = T.if_then_else(c < starts[of_chunk + 1], T.if_then_else(real, token, -1), -2)
+                    last = T.alloc_var("int32", init=T.max(T.min(cu_seqlens[of_chunk + 1], S), 0) - 1)
+                    behind = -2 - T.max(last - token + T.truncmod(r, Q), 0)
+                    tokens[r] = T.if_then_else(c < starts[of_chunk + 1], T.if_then_else(token <= last, token, behind), -1)
 
     return k.complete(pack_map)

@@ -1,6 +1,7 @@
-"""out[r] = source[tokens[r]], 0 where tokens[r] is -1; a row where it is below stays as it is.
+"""out[r] = source[tokens[r]], 0 behind the end of a sequence; a row in a chunk of no sequence stays as it is.
 
-source (S,A,D,W) of 16-bit elements, strided, tokens (R) int32 -> out (R,A,D,W). W is 8 where rows are 16-byte aligned, else 1.
+source (S,A,D,W) of 16-bit elements, strided, tokens (R) int32 as pack_map makes it -> out (R,A,D,W). W is 8 where rows are
+16-byte aligned, else 1.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ def program(*, aligned: bool) -> Any:
     ):
         with k.grid(R, threads=THREADS) as r:
             t = T.alloc_var("int32", init=tokens[r])
-            if t >= -1:
+            if t != -1:
                 for i in k.parallel(THREADS):
                     for j in T.serial(T.ceildiv(A * D, THREADS)):
                         a = T.alloc_var("int32", init=T.truncdiv(j * THREADS + i, D))

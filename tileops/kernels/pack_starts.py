@@ -35,7 +35,8 @@ def program() -> Any:
                     n = i * per + j
                     if n < M - 1:
                         begin = T.max(T.min(cu_seqlens[n], S), 0)
-                        tokens = T.max(T.min(cu_seqlens[n + 1], S), begin) - begin
+                        end = T.max(T.min(cu_seqlens[n + 1], S), 0)  # before the difference, which could wrap
+                        tokens = T.max(end - begin, 0)
                         # Held at C, not wrapped.
                         total = total + T.min(T.truncdiv(tokens, Q) + T.min(T.truncmod(tokens, Q), 1), C - total)
                 totals[i] = total
@@ -49,7 +50,8 @@ def program() -> Any:
                     n = i * per + j
                     if n < M - 1:
                         begin = T.max(T.min(cu_seqlens[n], S), 0)
-                        tokens = T.max(T.min(cu_seqlens[n + 1], S), begin) - begin
+                        end = T.max(T.min(cu_seqlens[n + 1], S), 0)  # before the difference, which could wrap
+                        tokens = T.max(end - begin, 0)
                         before = before + T.min(T.truncdiv(tokens, Q) + T.min(T.truncmod(tokens, Q), 1), C - before)
                         starts[n + 1] = before
 

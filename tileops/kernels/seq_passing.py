@@ -1,7 +1,7 @@
 """state_passing where a state does not pass from one sequence to the next.
 
 states (R,C,H,M), dA_chunk (R,H,C), initial_states (B,H,M) if has_initial_states, all float32, strided
--> prev_states (R,C,H,M), final_states (B,H,M) float32. A thread carries one element of one chain; there are B chains.
+-> prev_states (R,C,H,M), final_states (B,H,M) float32. A thread carries some elements of one chain; there are B chains.
 packed: R is 1, chain b is chunks bounds[b] to bounds[b + 1], bounds (B + 1) int32. Else R is B, chain b is row b, and where
 bounds (B,C) is above 0 a sequence begins in the chunk: what was before it is dropped, by selection.
 """
@@ -15,7 +15,9 @@ from tileops.kernels import _common as k
 PASS_CONFIGS = k.PASS_CONFIGS
 
 THREADS = 128
-AHEAD = 8
+#: Elements of a thread, and chunks read ahead of the sums.
+PER = 4
+AHEAD = 4
 
 
 def program(*, has_initial_states: bool, packed: bool) -> Any:
@@ -31,36 +33,44 @@ def program(*, has_initial_states: bool, packed: bool) -> Any:
         prev_states: T.Tensor((R, C, H, M), "float32"),
         final_states: T.Tensor((B, H, M), "float32"),
     ):
-        tiles = T.ceildiv(M, THREADS)
+        tiles = T.ceildiv(M, PER * THREADS)
         with k.grid(B * H * tiles, threads=THREADS) as block:
-            m0 = T.alloc_var("int32", init=T.truncmod(block, tiles) * THREADS)
+            m0 = T.alloc_var("int32", init=T.truncmod(block, tiles) * (PER * THREADS))
             bh = T.alloc_var("int32", init=T.truncdiv(block, tiles))
             h = T.alloc_var("int32", init=T.truncmod(bh, H))
             b = T.alloc_var("int32", init=T.truncdiv(bh, H))
             row = T.alloc_var("int32", init=0 if packed else b)
             first = T.alloc_var("int32", init=bounds[b] if packed else 0)
             last = T.alloc_var("int32", init=bounds[b + 1] if packed else C)
-            ahead = T.alloc_local((AHEAD,), "float32")
+            s = T.alloc_local((PER,), "float32")
+            added = T.alloc_local((AHEAD, PER), "float32")
             decay = T.alloc_local((AHEAD,), "float32")
             keep = T.alloc_local((AHEAD,), "int32")
             for i in k.parallel(THREADS):
-                s = T.alloc_var("float32", init=0.0)
-                if m0 + i < M:
+                for e in T.unroll(PER):
+                    s[e] = 0.0
                     if has_initial_states:
-                        s = initial_states[b, h, m0 + i]
-                    for run in T.serial(T.ceildiv(last - first, AHEAD)):
-                        for j in T.unroll(AHEAD):
-                            c = T.min(first + run * AHEAD + j, last - 1)
-                            ahead[j] = states[row, c, h, m0 + i]
-                            decay[j] = dA_chunk[row, h, c]
-                            keep[j] = 1 if packed else T.if_then_else(bounds[row, c] > 0, 0, 1)
-                        for j in T.unroll(AHEAD):
-                            if first + run * AHEAD + j < last:
-                                prev_states[row, first + run * AHEAD + j, h, m0 + i] = s
-                                if packed:
-                                    s = T.exp(decay[j]) * s + ahead[j]
-                                else:
-                                    s = T.if_then_else(keep[j] > 0, T.exp(decay[j]) * s + ahead[j], ahead[j])
-                    final_states[b, h, m0 + i] = s
+                        if m0 + e * THREADS + i < M:
+                            s[e] = initial_states[b, h, m0 + e * THREADS + i]
+                for run in T.serial(T.ceildiv(last - first, AHEAD)):
+                    for j in T.unroll(AHEAD):
+                        c = T.min(first + run * AHEAD + j, last - 1)
+                        decay[j] = T.exp(dA_chunk[row, h, c])
+                        keep[j] = 1 if packed else T.if_then_else(bounds[row, c] > 0, 0, 1)
+                        for e in T.unroll(PER):
+                            if m0 + e * THREADS + i < M:
+                                added[j, e] = states[row, c, h, m0 + e * THREADS + i]
+                    for j in T.unroll(AHEAD):
+                        if first + run * AHEAD + j < last:
+                            for e in T.unroll(PER):
+                                if m0 + e * THREADS + i < M:
+                                    prev_states[row, first + run * AHEAD + j, h, m0 + e * THREADS + i] = s[e]
+                                    if packed:
+                                        s[e] = decay[j] * s[e] + added[j, e]
+                                    else:
+                                        s[e] = T.if_then_else(keep[j] > 0, decay[j] * s[e] + added[j, e], added[j, e])
+                for e in T.unroll(PER):
+                    if m0 + e * THREADS + i < M:
+                        final_states[b, h, m0 + e * THREADS + i] = s[e]
 
     return k.complete(seq_passing)

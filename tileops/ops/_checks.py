@@ -193,36 +193,35 @@ def out_dtype(name: str, value: Any) -> torch.dtype:
     return value
 
 
-def updated_in_place(name: str, value: Tensor, what: str = "updated in place") -> None:
+def updated_in_place(name: str, value: Tensor) -> None:
     """Raise unless every element of ``value`` has its own memory and rows are contiguous: a copy would lose the update."""
-    wanted = "distinct elements and a last dimension of stride 1"
-    _distinct(name, value, what, wanted)
-    if value.shape[-1] > 1 and value.stride(-1) != 1:
-        raise _unwritable(name, value, what, wanted, "its last dimension is not contiguous")
+    _writable(name, value, "updated in place", rows=True)
 
 
-def written(name: str, value: Tensor) -> None:
-    """Raise unless every element of ``value`` has its own memory, so that results can be written there."""
-    _distinct(name, value, "written", "distinct elements")
+def written(name: str, value: Tensor, *, rows: bool = False) -> None:
+    """Raise unless every element of ``value`` has its own memory, so that results can be written there, and, with ``rows``, its last
+    dimension is contiguous."""
+    _writable(name, value, "written", rows)
 
 
-def _distinct(name: str, value: Tensor, what: str, wanted: str) -> None:
+def _writable(name: str, value: Tensor, what: str, rows: bool) -> None:
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name}: cannot be {what}: it was made under torch.inference_mode(); call this op under it too, or pass {name}.clone()."
         )
-    dims = [(stride, size) for size, stride in zip(value.shape, value.stride()) if size > 1]
+    why = None
     reach = 1  # elements spanned by the dimensions of smaller stride
-    for stride, size in sorted(dims):
+    for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride()) if size > 1):
         if stride < reach:
-            raise _unwritable(name, value, what, wanted, "its elements share memory")
+            why = "its elements share memory"
         reach += (size - 1) * stride
-
-
-def _unwritable(name: str, value: Tensor, what: str, wanted: str, why: str) -> ValueError:
-    return ValueError(
-        f"{name}: cannot be {what}: expected {wanted}, got strides {tuple(value.stride())} for shape {tuple(value.shape)} ({why})."
-    )
+    if why is None and rows and value.shape[-1] > 1 and value.stride(-1) != 1:
+        why = "its last dimension is not contiguous"
+    if why is not None:
+        wanted = "distinct elements" + (" and a last dimension of stride 1" if rows else "")
+        raise ValueError(
+            f"{name}: cannot be {what}: expected {wanted}, got strides {tuple(value.stride())} for shape {tuple(value.shape)} ({why})."
+        )
 
 
 def apart(name: str, value: Tensor, others: Mapping[str, Tensor | None]) -> None:

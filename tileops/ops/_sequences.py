@@ -30,34 +30,48 @@ def most_chunks(seqlen: int, n_seqs: int, chunk_len: int) -> int:
 
 @dataclass(frozen=True)
 class Pack:
-    """A pack in whole chunks, a batch of 1: dt is after bias, softplus and limits."""
+    """Where the tokens of a pack lie in whole chunks."""
 
-    x: Slot
-    dt: Slot
-    A: Slot
-    B: Slot
-    C: Slot
+    seqlen: int
     starts: Slot  # (n_seqs + 1) chunks before each sequence
     rows: Slot  # (seqlen) where each token is; -1 for one of no sequence
+    tokens: Slot  # (all rows) which token each row holds, as kernels/pack_map.py has it
+
+    def laid_out(self, p: Planner, source: Slot) -> Slot:
+        """Add the launch that copies a (1, seqlen, ...) input, of 16-bit or 32-bit elements, to where its tokens lie."""
+        from tileops.ops._planner import contiguous_strides  # here: it brings the driver
+
+        source = p.dense(source)
+        size = source.dtype.itemsize // 2  # the kernel copies 16-bit elements
+        *outer, inner = source.shape[2:]
+        *pitches, _ = source.stride[1:]
+        width = 8 if source.aligned(WIDE) and inner * size % 8 == 0 else 1
+        tail = (*(outer or [1]), inner * size // width, width)
+        stride = (*(s * size for s in pitches), *([] if outer else [0]), width, 1)
+        length = self.tokens.shape[0]
+        out = p.workspace((1, length, *source.shape[2:]), source.dtype)
+        p.launch(
+            "pack_rows",
+            {"aligned": width > 1},
+            {
+                "source": replace(source, shape=(self.seqlen, *tail), stride=stride),
+                "tokens": self.tokens,
+                "out": replace(out, shape=(length, *tail), stride=contiguous_strides((length, *tail))),
+            },
+            {"S": self.seqlen, "R": length, "A": tail[0], "D": tail[1]},
+        )
+        return out
+
+    def end(self, p: Planner, dt_out: Slot, dA_cumsum: Slot) -> None:
+        """Add the launch that makes no time pass behind the end of each sequence."""
+        _, heads, chunks, chunk_len = dt_out.shape
+        flat = (heads, chunks * chunk_len)
+        tensors = {"tokens": self.tokens, "dt_out": dt_out.view(flat), "dA_cumsum": dA_cumsum.view(flat)}
+        p.launch("pack_tails", {}, tensors, {"H": heads, "R": flat[1], "Q": chunk_len})
 
 
-def plan_pack(
-    p: Planner,
-    cu_seqlens: Slot,
-    x: Slot,
-    dt: Slot,
-    A: Slot,
-    B: Slot,
-    C: Slot,
-    dt_bias: Slot | None,
-    *,
-    chunk_len: int,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-) -> Pack:
-    """Add the launches that lay a pack out in whole chunks."""
-    seqlen, heads = dt.shape[1:]
+def plan_pack(p: Planner, cu_seqlens: Slot, seqlen: int, chunk_len: int) -> Pack:
+    """Add the launches that say where the tokens of a pack lie."""
     n_seqs = cu_seqlens.shape[0] - 1
     chunks = most_chunks(seqlen, n_seqs, chunk_len)
     length = chunks * chunk_len
@@ -67,54 +81,12 @@ def plan_pack(
             f"{chunk_len}, got {seqlen + length}."
         )
     cu_seqlens = packed(p, cu_seqlens)
-    starts = p.workspace((n_seqs + 1,), torch.int32)
-    rows = p.workspace((seqlen,), torch.int32)
-    tokens = p.workspace((length,), torch.int32)
+    pack = Pack(seqlen, *(p.workspace((n,), torch.int32) for n in (n_seqs + 1, seqlen, length)))
     sizes = {"M": n_seqs + 1, "S": seqlen, "Q": chunk_len}
-    p.launch("pack_starts", {}, {"cu_seqlens": cu_seqlens, "starts": starts}, {**sizes, "C": chunks})
-    p.launch("pack_map", {}, {"cu_seqlens": cu_seqlens, "starts": starts, "rows": rows, "tokens": tokens}, {**sizes, "R": length})
-    steps = p.workspace((1, length, heads), torch.float32)
-    rates = p.workspace((heads,), torch.float32)
-    dt = p.dense(dt)
-    tensors = {
-        "dt": replace(dt, shape=dt.shape[1:], stride=dt.stride[1:]),
-        "tokens": tokens,
-        "A": packed(p, A),
-        "out": steps,
-        "rates": rates,
-    }
-    if dt_bias is not None:
-        tensors["dt_bias"] = packed(p, dt_bias)
-    p.launch(
-        "pack_steps",
-        {"softplus": dt_softplus, "has_bias": dt_bias is not None},
-        tensors,
-        {"S": seqlen, "R": length, "H": heads},
-        {"dt_min": dt_min, "dt_max": dt_max},
-    )
-    return Pack(_rows(p, x, tokens), steps, rates, _rows(p, B, tokens), _rows(p, C, tokens), starts, rows)
-
-
-def _rows(p: Planner, source: Slot, tokens: Slot) -> Slot:
-    """A (1, seqlen, A, D) tensor of 16-bit elements in whole chunks."""
-    seqlen, outer, inner = source.shape[1:]
-    length = tokens.shape[0]
-    source = p.dense(source)
-    aligned = source.aligned(WIDE)
-    width = 8 if aligned else 1
-    out = p.workspace((1, length, outer, inner), source.dtype)
-    tail = (outer, inner // width, width)
-    p.launch(
-        "pack_rows",
-        {"aligned": aligned},
-        {
-            "source": replace(source, shape=(seqlen, *tail), stride=(*source.stride[1:3], width, 1)),
-            "tokens": tokens,
-            "out": out.view((length, *tail)),
-        },
-        {"S": seqlen, "R": length, "A": outer, "D": inner // width},
-    )
-    return out
+    tensors = {"cu_seqlens": cu_seqlens, "starts": pack.starts}
+    p.launch("pack_starts", {}, tensors, {**sizes, "C": chunks})
+    p.launch("pack_map", {}, {**tensors, "rows": pack.rows, "tokens": pack.tokens}, {**sizes, "R": length})
+    return pack
 
 
 def plan_runs(p: Planner, seq_idx: Slot, dA_cumsum: Slot, cb: Slot) -> tuple[Slot, Slot]:

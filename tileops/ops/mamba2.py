@@ -30,6 +30,8 @@ _SPEC = ("x", "dt", "A", "B", "C", "dt_bias", "initial_states")
 _FEATURES = ("D", "z", "seq_idx", "cu_seqlens", "out")
 _NAMES = (*_SPEC, *_FEATURES)
 
+_NO_LIMIT = (0.0, math.inf)
+
 
 @library_op
 class Mamba2FwdOp(Op):
@@ -88,7 +90,7 @@ class Mamba2FwdOp(Op):
         chunk_size: int = 256,
         dt_softplus: bool = True,
         *,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
+        dt_limit: tuple[float, float] = _NO_LIMIT,
         out_dtype: torch.dtype | None = None,
         target: str | None = None,
     ) -> None:
@@ -132,7 +134,8 @@ class Mamba2FwdOp(Op):
                 sequences may be empty. y of tokens outside of all sequences is 0. initial_states and final_states are
                 (n_seqs, n_heads, d_head, d_state).
             out: (batch, seqlen, n_heads, d_head) float32 or x's dtype (out_dtype, where that is given), last dimension contiguous,
-                no element twice; y is written there and ``out`` returned. It shares no memory with an input.
+                no element twice; y is written there and ``out`` returned. It must share no memory with an input; what is cheaply
+                seen to do so is refused (the same start, or two contiguous tensors that overlap).
 
         Returns:
             y: (batch, seqlen, n_heads, d_head) float32, or as out_dtype and out say.
@@ -152,7 +155,7 @@ class Mamba2FwdOp(Op):
         return result
 
     def options(self) -> dict[str, Any]:
-        extra = {"dt_limit": (0.0, math.inf), "out_dtype": None}
+        extra = {"dt_limit": _NO_LIMIT, "out_dtype": None}
         asked = {name: getattr(self, name) for name, default in extra.items() if getattr(self, name) != default}
         return {"chunk_size": self.chunk_size, "dt_softplus": self.dt_softplus, **asked}
 
@@ -187,10 +190,8 @@ class Mamba2FwdOp(Op):
             a.sizes["n_seqs"] = a["n_seqs + 1"] - 1
         chain = "batch" if cu_seqlens is None else "n_seqs"
         a.optional("initial_states", initial_states, (chain, "n_heads", "d_head", "d_state"), _checks.FLOAT32)
-        per_head = isinstance(D, Tensor) and D.dim() == 1
-        a.optional("D", D, ("n_heads",) if per_head else ("n_heads", "d_head"), _checks.FLOAT32)
-        if z is not None:
-            a.tensor("z", z, token, (x.dtype,), "that of x")
+        a.optional("D", D, ("n_heads",), _checks.FLOAT32, or_dims=("n_heads", "d_head"))
+        a.optional("z", z, token, (x.dtype,), "that of x")
         a.optional("seq_idx", seq_idx, ("batch", "seqlen"), _checks.INT32)
         allowed = tuple(dict.fromkeys((torch.float32, x.dtype)))
         if self.out_dtype is not None and self.out_dtype not in allowed:
@@ -202,7 +203,7 @@ class Mamba2FwdOp(Op):
                 a.tensor("out", out, token, allowed, "float32, or that of x")
             else:
                 a.tensor("out", out, token, (self.out_dtype,), "the op's out_dtype")
-            _checks.updated_in_place("out", out, "written")
+            _checks.written("out", out, rows=True)
 
     def check_builtin(self, *tensors: Any) -> None:
         x, B = tensors[0], tensors[3]
@@ -224,8 +225,7 @@ class Mamba2FwdOp(Op):
             ("pack_starts", {}),
             ("pack_map", {}),
             ("pack_rows", {}),
-            ("pack_steps", {"softplus": self.dt_softplus}),
-            ("chunk_cumsum", {"Q": Q, "out_dtype": "float32", "softplus": False, "has_bias": False}),  # of a pack's steps
+            ("pack_tails", {}),
             ("seq_runs", {"Q": Q}),
             ("seq_mask", {"Q": Q}),
             ("seq_passing", {}),
@@ -273,14 +273,16 @@ class Mamba2FwdOp(Op):
         """Add the launches of the five stages: y, final_states and, for a pack, which row of y is whose."""
         Q = self.chunk_size
         chains, rows, bounds = x.shape[0], None, None
+        pack = None
         if cu_seqlens is not None:
-            pack = plan_pack(p, cu_seqlens, x, dt, A, B, C, dt_bias, chunk_len=Q, **limits)
+            pack = plan_pack(p, cu_seqlens, x.shape[1], Q)
             chains, rows, bounds = cu_seqlens.shape[0] - 1, pack.rows, pack.starts
-            x, dt, A, B, C, dt_bias = pack.x, pack.dt, pack.A, pack.B, pack.C, None
-            limits = {"dt_softplus": False, "dt_min": -math.inf, "dt_max": math.inf}
+            x, dt, B, C = (pack.laid_out(p, slot) for slot in (x, dt, B, C))
         heads, head_dim = x.shape[2:]
         flat = head_dim * B.shape[-1]
         dt_out, dA_cumsum = plan_chunk_cumsum(p, p.workspace, dt, A, dt_bias, chunk_len=Q, out_dtype=torch.float32, **limits)
+        if pack is not None:
+            pack.end(p, dt_out, dA_cumsum)
         cb = plan_chunk_coupling(p, p.workspace, C, B, chunk_len=Q)
         runs = None
         if seq_idx is not None:

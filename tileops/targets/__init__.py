@@ -8,8 +8,9 @@ only) and ``"reference"`` (plain PyTorch, any device). Others come from installe
 - ``implementation(op_name) -> callable or None``. The callable gets the tensors of the op's ``forward`` in order
   (None for an optional one that was not passed), checked, then the constructor's values as keywords
   (``Op.options()``); it returns what ``forward`` returns. None means that the target does not serve this op. Features beyond the
-  spec (``Op.features``, and constructor values that are not the default) come as keywords, and only those that a call uses: a
-  call with one that the callable does not take raises TargetError.
+  spec (``SSDRecurrentFwdOp``: D, z, dt_bias, state_batch_indices, out; dt_softplus, out_dtype; ``Mamba2FwdOp``: D, z, seq_idx,
+  cu_seqlens, out; dt_limit, out_dtype) come as keywords, and only those that a call uses: a call with one that the callable does
+  not take raises TargetError.
 
 Which target serves a call: the op's explicit ``target=``, else the process default (:func:`set_default_target`), else
 the input's device: CUDA tensors -> BUILTIN, all others -> ``"reference"``.
