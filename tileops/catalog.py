@@ -78,24 +78,18 @@ KERNELS: dict[str, dict[str, tuple[Value, ...]]] = {
     "pack_map": {},
     "pack_rows": {"aligned": BOOLS},
     "pack_tails": {},
+    "pack_rest": {},
     "seq_runs": {"Q": CHUNK_LENGTHS},
     "seq_mask": {"Q": CHUNK_LENGTHS},
     "seq_passing": {"has_initial_states": BOOLS, "packed": BOOLS},
     "gate": {"dtype": DTYPES, "half": BOOLS, "aligned": BOOLS},
     "fused_clear": {},
-    "fused_main": {
-        "P": HEAD_DIMS,
-        "N": STATE_DIMS,
-        "dtype": DTYPES,
-        "softplus": BOOLS,
-        "has_bias": BOOLS,
-        "has_initial_states": BOOLS,
-    },
+    "fused_main": {"P": HEAD_DIMS, "N": STATE_DIMS, "dtype": DTYPES, "y_float32": BOOLS},
     "recurrent": {"P": HEAD_DIMS, "N": STATE_DIMS, "dtype": DTYPES, "state_dtype": ("float32", *DTYPES), "tied": BOOLS},
 }
 
 #: Kernels that exist for some archs only; every other one exists for all of ARCHS.
-ONLY_ON = {"fused_clear": ("sm_90a",), "fused_main": ("sm_90a",)}
+ONLY_ON = dict.fromkeys(("fused_clear", "fused_main", "pack_rest"), ("sm_90a",))
 
 
 def exists(kernel: str, arch: str) -> bool:

@@ -8,7 +8,7 @@ import torch
 from ssd_cases import TOLERANCE, Case, Inputs, close, inputs
 
 from tileops.mamba import Mamba2FwdOp
-from tileops.ops._fused import segments
+from tileops.ops._fused import cut
 
 pytestmark = pytest.mark.gpu
 
@@ -80,9 +80,21 @@ def test_segments_change_no_bit():
     given = inputs(Case(4, 2048, 80, 64, 128, 1, 256), BF16, DEVICE)
     op = Mamba2FwdOp(256)
     y, final = call(op, *arguments(given))
-    assert segments(320, 32, torch.cuda.get_device_properties(0).multi_processor_count)[0] > 1
+    assert cut(320, 32, torch.cuda.get_device_properties(0).multi_processor_count).segs > 1
     assert steps(op) == ["fused_clear", "fused_main"]
     for b in range(4):
+        one = slice(b, b + 1)
+        row = Mamba2FwdOp(256)(given.x[one], given.dt[one], given.A, given.B[one], given.C[one], given.dt_bias, given.initial_states[one])
+        assert torch.equal(row[0], y[one]) and torch.equal(row[1], final[one])
+
+
+def test_scouts_change_no_bit():
+    # 24 chains leave most SMs free: scouts run ahead. A batch of eight, 192 chains, has no scouts.
+    given = inputs(Case(8, 4096, 24, 64, 128, 1, 256), BF16, DEVICE)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    assert cut(24, 64, sms).scouts and not cut(192, 64, sms).scouts
+    y, final = call(Mamba2FwdOp(256), *arguments(given))
+    for b in (0, 7):
         one = slice(b, b + 1)
         row = Mamba2FwdOp(256)(given.x[one], given.dt[one], given.A, given.B[one], given.C[one], given.dt_bias, given.initial_states[one])
         assert torch.equal(row[0], y[one]) and torch.equal(row[1], final[one])

@@ -34,10 +34,14 @@ def test_a_tensor_that_is_not_given_is_address_0_with_strides_0(planned, monkeyp
     fired = []
     monkeypatch.setattr(_planner.Launch, "fire", lambda self, addresses, stream: fired.append((self, addresses)))
     planned.launch("recurrent", {}, {"x": planned.slots[0], "D": planned.slots[1]}, {"B": 3})
-    planned.steps[0]([], [0x10, 0, 0x20, 0x30, 0], None)  # x, D, an output, the workspace, nothing
+    x = torch.zeros(4, 6)
+    planned.steps[0]([x, None], None)
     ((launch, addresses),) = fired
-    assert launch.tensors == ("x", "D") and addresses == [0x10, 0]
+    assert launch.tensors == ("x",) and addresses == [x.data_ptr()]
     at = dict(zip((p.name for p in PARAMS), launch._addresses))
+    launch._fill(launch._buffer, launch._first, *addresses)
+    pointers = {p.name: ctypes.c_uint64.from_address(at[p.name]).value for p in PARAMS if p.kind == "pointer"}
+    assert pointers == {"x": x.data_ptr(), "D": 0}
     assert ctypes.c_int64.from_address(at["D_stride0"]).value == 0
     assert ctypes.c_int64.from_address(at["x_stride0"]).value == 6
 

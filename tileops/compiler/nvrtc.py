@@ -94,10 +94,14 @@ def _assemble(ptx: str, arch: str, symbol: str, library: Path) -> Assembled:
         cubin = _text(lib, "nvJitLinkGetLinkedCubin", handle, terminated=False)
     finally:
         _versioned(lib, "nvJitLinkDestroy")(ctypes.byref(handle))
-    return Assembled(cubin, *_resources(info, symbol))
+    return Assembled(cubin, *_resources(info, symbol, _RESERVED.get(arch, 0)))
 
 
-def _resources(info: str, symbol: str) -> tuple[int, int, int]:
+#: Bytes of a kernel's shared memory in the assembler's report that are the system's own, and no part of the arch's limit.
+_RESERVED = {"sm_90a": 1024}
+
+
+def _resources(info: str, symbol: str, reserved: int = 0) -> tuple[int, int, int]:
     """Registers, static shared memory and local-memory bytes per thread from the assembler's report."""
     found = re.search(rf"'{re.escape(symbol)}':\s*\n[^\n]*?used (\d+) registers(?P<rest>[^\n]*)", info)
     if not found:
@@ -106,7 +110,7 @@ def _resources(info: str, symbol: str) -> tuple[int, int, int]:
     local = re.search(r"(\d+) bytes lmem", found["rest"])
     stack = re.search(r"(\d+) stack", found["rest"])
     spills = max(int(local.group(1)) if local else 0, int(stack.group(1)) if stack else 0)
-    return int(found.group(1)), int(smem.group(1)) if smem else 0, spills
+    return int(found.group(1)), max(int(smem.group(1)) - reserved, 0) if smem else 0, spills
 
 
 def _versioned(lib: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:

@@ -10,7 +10,6 @@ import functools
 import re
 import sys
 from dataclasses import dataclass
-from importlib import metadata, util
 from pathlib import Path
 
 #: Prefer these majors, in order; a later one is used where an earlier one is not installed.
@@ -40,6 +39,8 @@ class Toolchain:
 @functools.lru_cache(maxsize=1)
 def find() -> tuple[Toolchain | None, str]:
     """The toolchain, or None and the reason in words (what is missing, how to install it)."""
+    from importlib import metadata  # here and below: a hit in a packaged root needs no compiler
+
     remedy = "install the extra: pip install 'tileops[jit]'"
     try:
         tilelang = metadata.version("tilelang")
@@ -65,6 +66,8 @@ def _of_major(major: int, tilelang: str) -> Toolchain | str:
     headers = _headers(folders, major)
     if isinstance(headers, str):
         return headers
+    from importlib import util
+
     spec = util.find_spec("tilelang")
     if spec is None or not spec.submodule_search_locations:
         return "tilelang package folder"
@@ -101,6 +104,8 @@ def _headers(folders: list[Path], major: int) -> tuple[Path, ...] | str:
 
 
 def _version(major: int) -> str:
+    from importlib import metadata
+
     for name in (f"nvidia-cuda-nvrtc-cu{major}", "nvidia-cuda-nvrtc"):
         try:
             version = metadata.version(name)

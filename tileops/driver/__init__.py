@@ -19,7 +19,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -270,7 +270,6 @@ class _Form:
         self.grid = tuple(map(expr.parse, record.grid))
         self.scalars = tuple((p.kind, p.bind, None if p.kind == "float32" else expr.parse(p.bind)) for p in scalars)
         self.pack_scalars = struct.Struct("<" + "".join("f4x" if p.kind == "float32" else "q" for p in scalars)).pack_into
-        self.pack_pointers = struct.Struct(f"{self.pointers}Q").pack_into
 
 
 class Launch:
@@ -280,9 +279,9 @@ class Launch:
     ``fire`` holds a lock from filling it until the driver has returned.
     """
 
-    def __init__(self, kernel: Kernel, sizes: Mapping[str, int], floats: Mapping[str, float]) -> None:
-        """Evaluates grid and scalar parameters over ``sizes`` (dimension and ``tensor.stride`` names). Raises ValueError
-        for a grid or an int32 parameter that does not fit."""
+    def __init__(self, kernel: Kernel, sizes: Mapping[str, int], floats: Mapping[str, float], absent: Collection[str] = ()) -> None:
+        """Evaluates grid and scalar parameters over ``sizes`` (dimension and ``tensor.stride`` names). Tensors in ``absent`` are not
+        given: their address is 0. Raises ValueError for a grid or an int32 parameter that does not fit."""
         record, form = kernel.record, kernel.form
         grid = tuple([g(sizes) for g in form.grid])
         self.empty = 0 in grid
@@ -293,8 +292,9 @@ class Launch:
                 )
         self.kernel = kernel
         #: Names of the tensors whose addresses ``fire`` takes, in its order.
-        self.tensors = form.tensors
-        self._pointers = form.pointers
+        self.tensors = tuple([name for name in form.tensors if name not in absent])
+        given = [name not in absent for name in form.tensors[: form.pointers]]
+        self._pointers = sum(given)
         self._buffer = ctypes.create_string_buffer(form.bytes + _MAP_BYTES)
         base = ctypes.addressof(self._buffer)
         start = -base % _MAP_BYTES
@@ -309,7 +309,7 @@ class Launch:
             values.append(value)
         form.pack_scalars(self._buffer, self._first + 8 * form.pointers, *values)
         self._lock = threading.Lock()
-        self._fill = form.pack_pointers
+        self._fill = struct.Struct("<" + "".join("Q" if there else "8x" for there in given)).pack_into
         self._arguments = (kernel.function, *grid, *record.block, record.dynamic_smem)
         self._parameters = ctypes.addressof(self._addresses)
         self._launch = _api.cuda().cuLaunchKernel

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import heapq
 import math
-from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from tileops.ops import _checks
-from tileops.ops._layout import WIDE, packed
+from tileops.ops._layout import WIDE, packed, rows
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
@@ -21,19 +23,19 @@ CHUNK = ROWS = 64
 _LONGEST_STRIDE = 2**40
 
 
-#: Features of the full forward that the fused kernel lacks.
-LACKS = frozenset(
-    {
-        "seq_idx",
-        "cu_seqlens",
-    }
-)
+#: Bits of the kernel's ``flags``, as in kernels/fused_main.py; ALWAYS is set in every call.
+SOFTPLUS, BIAS, INITIAL, SKIP, GATE, PACKED, SCOUTS, ALWAYS = (1 << i for i in range(8))
 
 
-def serves(p: Planner, x: Slot, B: Slot, C: Slot, features: AbstractSet[str] = frozenset()) -> bool:
-    """Whether the fused kernel takes this call: it exists for the GPU and has the features, there are tokens, x, B and C can be read
-    through tensor maps."""
-    return not LACKS & features and p.has("fused_main") and 0 not in x.shape and all(_mappable(slot) for slot in (x, B, C))
+def serves(p: Planner, x: Slot, B: Slot, C: Slot, seq_idx: Slot | None) -> bool:
+    """Whether the fused kernel takes this call: it exists for the GPU, there are tokens, x, B and C can be read through tensor maps,
+    and no seq_idx parts a row."""
+    return seq_idx is None and p.has("fused_main") and 0 not in x.shape and all(_mappable(slot) for slot in (x, B, C))
+
+
+def writes(out: Slot) -> bool:
+    """Whether it can write y where it is to go: by a tensor map of contiguous rows."""
+    return out.is_contiguous() and out.aligned(WIDE)
 
 
 def _mappable(slot: Slot) -> bool:
@@ -42,18 +44,58 @@ def _mappable(slot: Slot) -> bool:
     return slot.stride[-1] == 1 and slot.aligned(WIDE) and all(0 < pitch < _LONGEST_STRIDE for pitch in pitches)
 
 
-def segments(chains: int, chunks: int, sms: int) -> tuple[int, int]:
-    """How a sequence is cut: (segments, chunks of each), for ``chains`` sequences of ``chunks`` chunks on ``sms`` SMs.
+@dataclass(frozen=True)
+class Cut:
+    """How a chain is cut: ``segs`` segments of ``seg_chunks`` chunks, and whether a scout makes the states at their starts."""
 
-    A chain's segments follow one another, so they only even out the last wave of CTAs: the cut with the least waves * time is
-    taken, where a CTA's start costs as much as 3 chunks. The result's bits do not depend on it.
+    segs: int
+    seg_chunks: int
+    scouts: bool = False
+
+    @property
+    def parts(self) -> int:
+        """CTAs of a chain."""
+        return self.segs + self.scouts
+
+
+@functools.lru_cache(maxsize=256)
+def cut(chains: int, chunks: int, sms: int) -> Cut:
+    """The cut that takes least, for ``chains`` sequences of ``chunks`` chunks on ``sms`` SMs. The result's bits do not depend on it.
+
+    Times are in chunks of a CTA (about 1 us). With more chains than SMs, segments that follow one another even out the last wave
+    of CTAs. With fewer, scouts let a chain's segments run at the same time, where that gains a tenth.
     """
-    if chains <= sms:
-        return 1, chunks
-    candidates = range(1, max(1, min(16, chunks // 8)) + 1)
-    best = min(candidates, key=lambda n: (math.ceil(chains * n / sms) * (math.ceil(chunks / n) + 3), n))
-    seg_chunks = math.ceil(chunks / best)
-    return math.ceil(chunks / seg_chunks), seg_chunks
+    if chains > sms:
+        counts = range(1, max(1, min(16, chunks // 8)) + 1)
+        best = min(counts, key=lambda n: (math.ceil(chains * n / sms) * (math.ceil(chunks / n) + _START), n))
+        return _cut(best, chunks)
+    whole = Cut(1, chunks)
+    scouted = [_cut(n, chunks, scouts=True) for n in (2, 3, 4, 6, 8, 16) if chunks >= 8 * n]
+    if not scouted:
+        return whole
+    best_time, best_cut = min(((_scouted_time(chains, c, sms), c) for c in scouted), key=lambda pair: pair[0])
+    return best_cut if 1.1 * best_time < chunks + _START else whole
+
+
+#: A CTA's start and end, what a scout needs for a chunk, and the ticket with its clearing, in chunks of a CTA.
+_START, _SCOUT, _TICKETS = 3.5, 0.52, 3.0
+
+
+def _cut(n: int, chunks: int, scouts: bool = False) -> Cut:
+    seg_chunks = math.ceil(chunks / n)
+    return Cut(math.ceil(chunks / seg_chunks), seg_chunks, scouts)
+
+
+def _scouted_time(chains: int, cut: Cut, sms: int) -> float:
+    """When the last CTA ends, if SMs take scouts, then all chains' first segments, and so on."""
+    free = [0.0] * sms
+    ahead = _SCOUT * cut.seg_chunks
+    for _ in range(chains):
+        heapq.heapreplace(free, free[0] + _START + (cut.segs - 1) * ahead)
+    for seg in range(cut.segs):
+        for _ in range(chains):
+            heapq.heapreplace(free, max(free[0], seg * ahead) + _START + cut.seg_chunks)
+    return _TICKETS + max(free)
 
 
 def plan_fused(
@@ -65,51 +107,79 @@ def plan_fused(
     C: Slot,
     dt_bias: Slot | None,
     initial: Slot | None,
+    D: Slot | None,
+    z: Slot | None,
+    cu_seqlens: Slot | None,
+    y: Slot,
     *,
     dt_softplus: bool,
     dt_min: float,
     dt_max: float,
-) -> tuple[Slot, Slot]:
-    """Add the launches of y and final_states; ``serves`` has said yes."""
+) -> Slot:
+    """Add the launches that fill ``y`` (contiguous) and make final_states; ``serves`` has said yes."""
     batch, seqlen, heads, head_dim = x.shape
     groups, d_state = B.shape[2:]
-    chains = batch * heads * math.ceil(head_dim / ROWS)
-    segs, seg_chunks = segments(chains, math.ceil(seqlen / CHUNK), p.multiprocessors)
-    y = p.empty((batch, seqlen, heads, head_dim), torch.float32)
-    final_states = p.empty((batch, heads, head_dim, d_state), torch.float32)
-    carry = sync = final_states  # not touched with one segment
-    if segs > 1:
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    chains = sequences * heads * math.ceil(head_dim / ROWS)
+    # Packed sequences are of any length: only the longest possible one is known here, and cutting them is not worth it.
+    chunks = math.ceil(seqlen / CHUNK)
+    split = cut(chains, chunks, p.multiprocessors) if cu_seqlens is None or sequences == 1 else Cut(1, chunks)
+    final_states = p.empty((sequences, heads, head_dim, d_state), torch.float32)
+    carry = sync = None
+    if split.parts > 1:
         columns = next(n for n in (64, 128, 256) if n >= d_state)  # the kernel's tile of d_state
-        carry = p.workspace((chains, ROWS * columns), torch.float32)
+        carry = p.workspace((chains * split.parts, ROWS * columns), torch.float32)
         sync = p.workspace((1 + chains * 4 * max(1, columns // 128),), torch.int32)  # a ticket, and a flag a warp that holds state
         p.launch("fused_clear", {}, {"sync": sync}, {"M": sync.shape[0]})
-    tensors = {
-        "x": x,
-        "dt": p.dense(dt),
-        "A": packed(p, A),
-        "Bm": B,
-        "Cm": C,
-        "carry": carry,
-        "sync": sync,
-        "y": y,
-        "final_states": final_states,
+    if cu_seqlens is not None:
+        cu_seqlens = packed(p, cu_seqlens)
+        words = heads * head_dim * y.dtype.itemsize // 4
+        outside = replace(y, shape=(seqlen, words), stride=(words, 1), dtype=torch.int32)
+        p.launch("pack_rest", {}, {"cu_seqlens": cu_seqlens, "y": outside}, {"M": sequences + 1, "S": seqlen, "W": words})
+    flags = {
+        SOFTPLUS: dt_softplus,
+        BIAS: dt_bias is not None,
+        INITIAL: initial is not None,
+        SKIP: D is not None,
+        GATE: z is not None,
+        PACKED: cu_seqlens is not None,
+        SCOUTS: split.scouts,
     }
-    if dt_bias is not None:
-        tensors["dt_bias"] = packed(p, dt_bias)
-    if initial is not None:
-        tensors["initial_states"] = packed(p, initial)
     p.launch(
         "fused_main",
+        {"P": head_dim, "N": d_state, "dtype": _checks.dtype_name(x.dtype), "y_float32": y.dtype == torch.float32},
         {
-            "P": head_dim,
-            "N": d_state,
-            "dtype": _checks.dtype_name(x.dtype),
-            "softplus": dt_softplus,
-            "has_bias": dt_bias is not None,
-            "has_initial_states": initial is not None,
+            "x": x,
+            "dt": p.dense(dt),
+            "A": packed(p, A),
+            "Bm": B,
+            "Cm": C,
+            "dt_bias": None if dt_bias is None else packed(p, dt_bias),
+            "initial_states": None if initial is None else packed(p, initial),
+            "D": None if D is None else _per_element(D, head_dim),
+            "z": None if z is None else rows(p, z),
+            "cu_seqlens": cu_seqlens,
+            "carry": carry,
+            "sync": sync,
+            "y": y,
+            "final_states": final_states,
         },
-        tensors,
-        {"B": batch, "S": seqlen, "H": heads, "G": groups, "segs": segs, "seg_chunks": seg_chunks},
+        {
+            "B": batch,
+            "S": seqlen,
+            "H": heads,
+            "G": groups,
+            "M": sequences,
+            "C": chains * split.parts,
+            "parts": split.parts,
+            "seg_chunks": split.seg_chunks,
+            "flags": ALWAYS + sum(bit for bit, on in flags.items() if on),
+        },
         {"dt_min": dt_min, "dt_max": dt_max},
     )
-    return y, final_states
+    return final_states
+
+
+def _per_element(D: Slot, head_dim: int) -> Slot:
+    """A skip per head as one per element, by a stride of 0."""
+    return D if len(D.shape) == 2 else replace(D, shape=(*D.shape, head_dim), stride=(*D.stride, 0))

@@ -96,11 +96,9 @@ class Plan:
         for shape, stride, dtype in self._outputs:
             memory.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
         memory.append(torch.empty(self._workspace, dtype=torch.uint8, device=device) if self._workspace else None)
-        memory.append(None)
-        starts = [0 if t is None else t.data_ptr() for t in memory]
         stream = stream_handle(torch._C._cuda_getCurrentRawStream(device.index))
         for step in self._steps:
-            step(memory, starts, stream)
+            step(memory, stream)
         if self._single:
             return memory[self._returned[0]]  # type: ignore[return-value]
         return tuple(memory[base] for base in self._returned)  # type: ignore[misc]
@@ -109,11 +107,11 @@ class Plan:
 class _LaunchStep:
     def __init__(self, launch: Launch, slots: Mapping[str, Slot | None]) -> None:
         self._fire = launch.fire
-        places = (slots[name] for name in launch.tensors)
-        self._places = tuple((_ABSENT, 0) if slot is None else (slot.base, slot.offset) for slot in places)
+        placed = (slots[name] for name in launch.tensors)
+        self._places = tuple((slot.base, slot.offset) for slot in placed if slot is not None)
 
-    def __call__(self, memory: list[Tensor | None], starts: list[int], stream: Any) -> None:
-        self._fire([starts[base] + offset for base, offset in self._places], stream)
+    def __call__(self, memory: list[Any], stream: Any) -> None:
+        self._fire([memory[base].data_ptr() + offset for base, offset in self._places], stream)
 
 
 class Planner:
@@ -124,7 +122,7 @@ class Planner:
         self.inputs = len(tensors)
         self.densify: dict[int, tuple[int, ...]] = {}  # inputs copied at each call -> dimensions they are expanded by
         self.outputs: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self.steps: list[Callable[[list[Tensor | None], list[int], Any], None]] = []
+        self.steps: list[Callable[[list[Tensor | None], Any], None]] = []
         self._workspace_offset = 0
         self._given = tuple(() if t is None else tuple(t.shape) for t in tensors)
         self.slots = tuple(None if t is None else _slot_of(i, t) for i, t in enumerate(tensors))
@@ -192,7 +190,7 @@ class Planner:
             placed[name] = slot = self._aligned(slot, record.alignment.get(name, 1), f"{kernel}: {name}")
             # The stride of a dimension of size 1 is arbitrary in torch; the kernel may assume that it is a multiple of 16 bytes.
             sizes.update((f"{name}.stride{i}", s if n > 1 else 0) for i, (n, s) in enumerate(zip(slot.shape, slot.stride)))
-        launch = Launch(loaded, sizes, floats or {})
+        launch = Launch(loaded, sizes, floats or {}, absent=[name for name, slot in placed.items() if slot is None])
         if launch.empty:
             return
         self.steps.append(_LaunchStep(launch, placed))
@@ -208,7 +206,7 @@ class Planner:
     def fill_zero(self, slot: Slot) -> None:
         """Adds a step that zeroes a whole output."""
 
-        def zero(memory: list[Tensor | None], starts: list[int], stream: Any) -> None:
+        def zero(memory: list[Tensor | None], stream: Any) -> None:
             _whole(memory, slot).zero_()
 
         self.steps.append(zero)
@@ -216,7 +214,7 @@ class Planner:
     def copy(self, destination: Slot, source: Slot) -> None:
         """Adds a step that copies an input into a whole output."""
 
-        def copy(memory: list[Tensor | None], starts: list[int], stream: Any) -> None:
+        def copy(memory: list[Tensor | None], stream: Any) -> None:
             _whole(memory, destination).copy_(_whole(memory, source))
 
         self.steps.append(copy)
@@ -229,8 +227,8 @@ def _whole(memory: list[Tensor | None], slot: Slot) -> Tensor:
     return tensor.view(slot.shape) if tensor.is_contiguous() else tensor
 
 
-#: Base indices at the end of the list of memories: the workspace, and what is not given, whose address is 0.
-_WORKSPACE, _ABSENT = -2, -1
+#: Base index of the workspace: last in the list of memories.
+_WORKSPACE = -1
 
 #: Dimensions of the tensors that kernels take, at most.
 _MAX_RANK = 6

@@ -11,7 +11,7 @@ from torch import Tensor
 from tileops.config import Value
 from tileops.ops import _checks
 from tileops.ops._base import Op
-from tileops.ops._fused import plan_fused, serves
+from tileops.ops._fused import plan_fused, serves, writes
 from tileops.ops._gate import plan_gate
 from tileops.ops._layout import packed
 from tileops.ops._library import library_op
@@ -214,8 +214,9 @@ class Mamba2FwdOp(Op):
     def kernels(self) -> list[tuple[str, dict[str, Value]]]:
         Q = self.chunk_size
         return [
-            ("fused_main", {"softplus": self.dt_softplus}),
+            ("fused_main", {} if self.out_dtype is None else {"y_float32": self.out_dtype == torch.float32}),
             ("fused_clear", {}),
+            ("pack_rest", {}),
             ("chunk_cumsum", {"Q": Q, "out_dtype": "float32", "softplus": self.dt_softplus}),
             ("chunk_coupling", {"Q": Q}),
             ("chunk_state", {"Q": Q, "dt_dtype": "float32"}),
@@ -238,19 +239,21 @@ class Mamba2FwdOp(Op):
         limits: dict[str, Any] = {"dt_softplus": self.dt_softplus, "dt_min": low, "dt_max": high}
         x, B, C = p.dense(x), p.dense(B), p.dense(C)
         y_dtype = out.dtype if out is not None else self.out_dtype or torch.float32
-        asked = {name for name, slot in zip(_NAMES, slots) if slot is not None}
-        if y_dtype != torch.float32:
-            asked.add("out_dtype")
-        rows = None
         if cu_seqlens is not None and cu_seqlens.shape[0] == 1:  # no sequence: no token is of one
             y = out if out is not None else p.empty(x.shape, y_dtype)
             p.fill_zero(y)
             return y, p.empty((0, *x.shape[2:], B.shape[-1]), torch.float32)
-        if serves(p, x, B, C, asked):
-            y, final_states = plan_fused(p, x, dt, A, B, C, dt_bias, initial, **limits)
+        rows = None
+        if serves(p, x, B, C, seq_idx):
+            direct = out is None or writes(out)
+            y = out if out is not None and direct else p.empty(x.shape, y_dtype if direct else torch.float32)
+            final_states = plan_fused(p, x, dt, A, B, C, dt_bias, initial, D, z, cu_seqlens, y, **limits)
+            if direct:
+                return y, final_states
+            D = z = None  # done: what is left is to move y
         else:
             y, final_states, rows = self._plan_stages(p, x, dt, A, B, C, dt_bias, initial, seq_idx, cu_seqlens, limits)
-        if rows is not None or asked & {"D", "z", "out", "out_dtype"}:
+        if rows is not None or D is not None or z is not None or out is not None or y_dtype != torch.float32:
             made = out if out is not None else p.empty(x.shape, y_dtype)
             plan_gate(p, y, x, D, z, rows, made)
             y = made
