@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ def lower(config: KernelConfig) -> Lowered:
     from tilelang.engine.lower import lower as lower_program
 
     module = importlib.import_module(f"tileops.kernels.{config.kernel}")
-    program = module.program(**config.fields)
+    program = module.program(**config.fields, **schedule(module, config.arch, config.fields, dict(config.schedule)))
     options = {**flags.PASS_CONFIGS, **getattr(module, "PASS_CONFIGS", {})}
     # An explicit target with an explicit arch: TileLang's "auto" would look at the machine's GPU.
     target = tvm.target.Target({"kind": "cuda", "arch": config.arch})
@@ -62,6 +63,14 @@ def lower(config: KernelConfig) -> Lowered:
         alignment=_alignment(params, function),
         tensormaps={name: _tensormap(name, descriptors[name]) for name in sorted(descriptors)},
     )
+
+
+def schedule(module: Any, arch: str, fields: Mapping[str, Any], chosen: Mapping[str, int]) -> dict[str, int]:
+    """What ``program`` of a kernel's module takes besides the config's fields: its own default, and what was chosen instead."""
+    default: dict[str, int] = module.schedule(arch, **fields) if hasattr(module, "schedule") else {}
+    if not set(chosen) <= set(default):
+        raise ValueError(f"a schedule names {sorted(set(chosen) - set(default))}; the kernel has {sorted(default)}")
+    return {**default, **chosen}
 
 
 def _shelter() -> None:
