@@ -16,15 +16,17 @@ PASS_CONFIGS = k.PASS_CONFIGS
 
 
 def schedule(arch: str, **fields: Any) -> dict[str, int]:
-    """``heads`` of a CTA, ``run`` tokens of a thread."""
-    return {"heads": 8, "run": 16 if fields["Q"] >= 64 else 4}
+    """``heads`` of a CTA, ``run`` tokens of a thread; registers for ``ctas`` CTAs an SM."""
+    return {"heads": 8, "run": 8 if fields["Q"] >= 64 else 4, "ctas": 1}
 
 
 def candidates(arch: str, **fields: Any) -> list[dict[str, int]]:
-    return [{"run": 4}, {"run": 8}, {"heads": 4, "run": 8}, {"heads": 16}] if fields["Q"] >= 64 else [{"heads": 16}]
+    if fields["Q"] < 64:
+        return [{"heads": 16}]
+    return [{"ctas": 5}, {"ctas": 6}, {"ctas": 8}, {"run": 16}, {"run": 16, "ctas": 12}, {"heads": 4, "ctas": 12}, {"heads": 4, "ctas": 16}]
 
 
-def program(*, Q: int, out_dtype: str, softplus: bool, has_bias: bool, heads: int, run: int) -> Any:
+def program(*, Q: int, out_dtype: str, softplus: bool, has_bias: bool, heads: int, run: int, ctas: int) -> Any:
     B, S, H, C = k.dims("B S H C")
     runs = Q // run
     # Four floats of padding after each run and each head: free of bank conflicts both along heads and along runs.
@@ -42,6 +44,8 @@ def program(*, Q: int, out_dtype: str, softplus: bool, has_bias: bool, heads: in
     ):
         parts = T.ceildiv(H, heads)
         with k.grid(B * C * parts, threads=max(32, heads * runs)) as block:
+            if ctas > 1:
+                k.at_least(ctas)
             first = T.alloc_var("int32", init=T.truncmod(block, parts) * heads)
             bc = T.alloc_var("int32", init=T.truncdiv(block, parts))
             c = T.alloc_var("int32", init=T.truncmod(bc, C))

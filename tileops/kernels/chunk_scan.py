@@ -25,10 +25,9 @@ def schedule(arch: str, **fields: Any) -> dict[str, int]:
 
 
 def candidates(arch: str, **fields: Any) -> list[dict[str, int]]:
-    small = [{"ctas": ctas} for ctas in (4, 5)]
-    wide = [{"cols": 64, "ctas": 4}, {"rows": 128, "cols": 64, "ctas": 2}, {"rows": 128, "cols": 64, "depth": 128, "per": 2, "ctas": 2}]
-    shared = [{"heads": 2, "per": 2, "ctas": 3}, {"rows": 128, "heads": 2, "ctas": 2}, {"rows": 128, "heads": 2, "depth": 128, "ctas": 2}]
-    return [*small, *wide, *shared]
+    one = [{"ctas": 4}, {"ctas": 5}, {"cols": 64, "ctas": 4}, {"rows": 128, "cols": 64, "ctas": 2}]
+    two = [{"heads": 2}, {"heads": 2, "ctas": 3}, {"rows": 128, "heads": 2, "ctas": 2}, {"rows": 128, "heads": 2, "depth": 128, "ctas": 2}]
+    return [*one, *two]
 
 
 def program(
@@ -71,9 +70,11 @@ def program(
             )
 
     @T.macro
-    def fetch_C(Cs, Cm, b, c, g, row, d):
-        for l, n in k.fetch(rows, depth):
-            Cs[l, n] = T.if_then_else(c * Q + row * rows + l < S and d * depth + n < N, Cm[b, c * Q + row * rows + l, g, d * depth + n], 0)
+    def fetch_C(Cs, Cm, b, c, g, row):
+        for d, l, n in k.fetch(steps, rows, depth):
+            Cs[d, l, n] = T.if_then_else(
+                c * Q + row * rows + l < S and d * depth + n < N, Cm[b, c * Q + row * rows + l, g, d * depth + n], 0
+            )
 
     @T.macro
     def load_state(state, prev_states, b, c, h, end, p0, d, i):
@@ -193,7 +194,7 @@ def program(
             dts = k.shared((heads, Q), "float32")
             state_scale = k.shared((heads, width), "float32")
             state_unscale = k.shared((heads, width), "float32")
-            Cs = k.shared((rows, depth), dtype)
+            Cs = k.shared((steps, rows, depth), dtype)
             Ss = k.shared((heads, width, depth), dtype)
             Ms = k.shared((stages, rows, cols), dtype)
             Xs = k.shared((stages, heads, cols, width), dtype)
@@ -219,9 +220,8 @@ def program(
             # Whether A is -inf: only then does the cumsum reach it, and stays there.
             endless0 = T.alloc_var("bool", init=dA_cumsum[b, h, c, Q - 1] < k.LOWEST)
             endless1 = T.alloc_var("bool", init=dA_cumsum[b, T.min(h + heads, H) - 1, c, Q - 1] < k.LOWEST)
-            if steps == 1:
-                fetch_C(Cs, Cm, b, c, g, first, 0)
-                k.commit()
+            fetch_C(Cs, Cm, b, c, g, first)
+            k.commit()
             for s in T.unroll(stages):
                 if s < (first + 1) * (rows // cols):
                     fetch(Ms, Xs, cb, x, b, c, g, h, end, p0, first, s, s)
@@ -231,10 +231,9 @@ def program(
                 if heads == 2:
                     scale_state(state_scale, state_unscale, size, state_top, prev_states, b, c, h, end, p0, 1)
                 k.barrier()
-            if steps == 1:
-                load_state(state0, prev_states, b, c, h, end, p0, 0, 0)
-                if heads == 2:
-                    load_state(state1, prev_states, b, c, h, end, p0, 0, 1)
+            load_state(state0, prev_states, b, c, h, end, p0, 0, 0)
+            if heads == 2:
+                load_state(state1, prev_states, b, c, h, end, p0, 0, 1)
             for i, l in k.parallel(heads, Q):
                 # Kept above -inf, so that the difference of two sums never is -inf - -inf.
                 earlier[i, l] = T.max(dA_cumsum[b, T.min(h + i, H - 1), c, l], k.LOWEST)
@@ -251,22 +250,21 @@ def program(
                 T.clear(acc0)
                 if heads == 2:
                     T.clear(acc1)
+                k.arrived(behind)
                 for d in k.rolled(steps):
                     if steps > 1:
-                        fetch_C(Cs, Cm, b, c, g, row, d)
-                        k.commit()
-                        load_state(state0, prev_states, b, c, h, end, p0, d, 0)
                         keep_state(Ss, state0, state_scale, 0)
                         if heads == 2:
-                            load_state(state1, prev_states, b, c, h, end, p0, d, 1)
                             keep_state(Ss, state1, state_scale, 1)
-                        k.arrived(0)
-                    else:
-                        k.arrived(behind)
+                        # What the next product needs, of this row tile or of the next, is on its way during this one.
+                        if d + 1 < steps or r + 1 < per:
+                            load_state(state0, prev_states, b, c, h, end, p0, (d + 1) % steps, 0)
+                            if heads == 2:
+                                load_state(state1, prev_states, b, c, h, end, p0, (d + 1) % steps, 1)
                     k.barrier()
-                    k.gemm(Cs, (), Ss, (0,), acc0, transpose_B=True)
+                    k.gemm(Cs, (d,), Ss, (0,), acc0, transpose_B=True)
                     if heads == 2:
-                        k.gemm(Cs, (), Ss, (1,), acc1, transpose_B=True)
+                        k.gemm(Cs, (d,), Ss, (1,), acc1, transpose_B=True)
                     if steps > 1:
                         k.barrier()
                 for l in k.parallel(rows):
@@ -300,9 +298,8 @@ def program(
                     else:
                         if r + 1 < per:
                             fetch(Ms, Xs, cb, x, b, c, g, h, end, p0, row + 1, t + stages - tiles, slot)
-                    if steps == 1 and per > 1:
-                        if t == 0 and r + 1 < per:
-                            fetch_C(Cs, Cm, b, c, g, row + 1, 0)
+                    if t == 0 and r + 1 < per:
+                        fetch_C(Cs, Cm, b, c, g, row + 1)
                     k.commit()
                 put(y, acc0, unscale0, b, c, h, end, p0, row, 0)
                 if heads == 2:

@@ -22,8 +22,7 @@ def schedule(arch: str, **fields: Any) -> dict[str, int]:
 
 
 def candidates(arch: str, **fields: Any) -> list[dict[str, int]]:
-    deep = [{"stages": 3}, {"stages": 4}, {"slab": 32, "stages": 3}, {"slab": 32, "stages": 4}]
-    return [*deep, {"ctas": 5}, {"rows": 128}, {"rows": 128, "stages": 3}]
+    return [{"stages": 3}, {"slab": 32, "stages": 3}, {"slab": 32, "stages": 4}, {"ctas": 5}, {"rows": 128}, {"rows": 128, "stages": 3}]
 
 
 def program(

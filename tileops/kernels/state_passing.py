@@ -16,11 +16,11 @@ PASS_CONFIGS = k.PASS_CONFIGS
 
 def schedule(arch: str, **fields: Any) -> dict[str, int]:
     """``per`` elements of a thread, loads ``ahead`` chunks ahead of the sums; registers for ``ctas`` CTAs an SM."""
-    return {"threads": 128, "per": 4, "ahead": 2, "ctas": 10}
+    return {"threads": 256, "per": 4, "ahead": 2, "ctas": 5}
 
 
 def candidates(arch: str, **fields: Any) -> list[dict[str, int]]:
-    return [{"per": 1, "ahead": 8}, {"per": 2, "ahead": 4}, {"ahead": 4, "ctas": 8}, {"threads": 256, "ctas": 5}, {"per": 8, "ctas": 8}]
+    return [{"threads": 128, "ctas": 10}, {"per": 2, "ahead": 4}, {"threads": 512, "ctas": 2}, {"threads": 128, "ahead": 4, "ctas": 8}]
 
 
 def program(*, has_initial_states: bool, threads: int, per: int, ahead: int, ctas: int) -> Any:
