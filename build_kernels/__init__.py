@@ -4,6 +4,7 @@
 
 - ``matrix.toml``  which kernels, as data;  ``matrix.py``  reads and checks it, and narrows it down
 - ``building.py``  what is built, checked and published, with the worker processes of ``tileops.compiler.pool``
+- ``tune.py``      finds schedules by measurement, for the table beside the kernels
 - ``__main__.py``  the command
 - ``size.py``      the size of a wheel against its budget
 """

@@ -18,7 +18,9 @@ ARTIFACTS = Path(__file__).resolve().parents[1] / "artifacts"
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog="python -m build_kernels", description="Compiles kernels into artifacts/. Needs TileLang (pip install 'tileops[jit]'), no GPU."
+        prog="python -m build_kernels",
+        description="Compiles kernels into artifacts/. Needs TileLang (pip install 'tileops[jit]'), no GPU.",
+        epilog="python -m build_kernels tune --help: finds schedules by measurement.",
     )
     p.add_argument("--arch", metavar="A,B", help=f"instead of the matrix's archs; of {', '.join(catalog.ARCHS)}")
     p.add_argument("--model", metavar="NAME", action="append", default=[], help="a model preset instead of the matrix; may be repeated")
@@ -40,6 +42,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["tune"]:
+        from build_kernels import tune
+
+        return tune.main(argv[1:])
     args = parser().parse_args(argv)
     try:
         archs = args.arch.split(",") if args.arch is not None else None

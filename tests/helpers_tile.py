@@ -6,12 +6,14 @@ layouts, synchronisation and vectorised access of the GPU code, which tests mark
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from tilelang import tvm
 from tilelang.engine.lower import lower
 
 from tileops import expr
-from tileops.compiler.lower import _param
+from tileops.compiler.lower import _param, schedule
 from tileops.kernels import _common
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -37,7 +39,7 @@ _folder = tempfile.TemporaryDirectory(prefix="tileops-tile-", ignore_cleanup_err
 
 
 @functools.cache
-def _build(kernel: str, fields: tuple[tuple[str, Any], ...]) -> tuple[Any, list[Any]]:
+def _build(kernel: str, fields: tuple[tuple[str, Any], ...], chosen: tuple[tuple[str, int], ...]) -> tuple[Any, list[Any]]:
     if COMPILER is None:
         pytest.skip("no C++ compiler (g++ or clang++) on PATH; tile programs cannot be executed on the CPU")
     module = importlib.import_module(f"tileops.kernels.{kernel}")
@@ -45,7 +47,7 @@ def _build(kernel: str, fields: tuple[tuple[str, Any], ...]) -> tuple[Any, list[
     # The C code of vector expressions does not compile.
     options = {**module.PASS_CONFIGS, "tirx.disable_vectorize": True}
     with _common.cpu_dialect():
-        program = module.program(**dict(fields))
+        program = module.program(**dict(fields), **schedule(module, "sm_80", dict(fields), dict(chosen)))
     with tvm.transform.PassContext(opt_level=3, config=options), target:
         lowered = lower(program, target=target)
     ((_, function),) = lowered.device_mod.functions.items()
@@ -60,9 +62,23 @@ def _build(kernel: str, fields: tuple[tuple[str, Any], ...]) -> tuple[Any, list[
     return getattr(ctypes.CDLL(str(library)), symbol), [_param(p, {}) for p in function.params]
 
 
+#: Schedule values that ``scheduled`` puts in place of the kernels' defaults.
+_chosen: dict[str, int] = {}
+
+
+@contextlib.contextmanager
+def scheduled(**values: int) -> Iterator[None]:
+    """While active, kernels are made with these schedule values."""
+    _chosen.update(values)
+    try:
+        yield
+    finally:
+        _chosen.clear()
+
+
 def run(kernel: str, fields: dict[str, Any], tensors: dict[str, np.ndarray], **scalars: float) -> None:
     """Calls ``kernel`` in place on ``tensors``; parameters are bound by name as a record binds them."""
-    function, params = _build(kernel, tuple(sorted(fields.items())))
+    function, params = _build(kernel, tuple(sorted(fields.items())), tuple(sorted(_chosen.items())))
     sizes: dict[str, Any] = dict(scalars)
     for name, tensor in tensors.items():
         for dim, stride in enumerate(tensor.strides):

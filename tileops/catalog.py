@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
+from tileops import schedules
 from tileops.config import KernelConfig, Value
 
 #: GPU architectures that artifacts are built for. An ``a`` arch runs on exactly its own compute capability.
@@ -110,7 +111,7 @@ def config(kernel: str, arch: str, **values: Value) -> KernelConfig:
     for name, value in values.items():
         if not any(value == allowed and type(value) is type(allowed) for allowed in fields[name]):
             raise ValueError(f"kernel {kernel} does not support {name}={value!r}; supported: {describe(fields[name])}.")
-    return KernelConfig.make(kernel, arch, values)
+    return KernelConfig.make(kernel, arch, values, schedule=schedules.chosen(kernel, arch, values))
 
 
 def describe(values: Iterable[Value]) -> str:

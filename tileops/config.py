@@ -54,18 +54,23 @@ class KernelConfig:
     arch: str  # "sm_90a"
     values: tuple[tuple[str, Value], ...]  # (field, value), sorted by field
     source: str  # digest of the text that defines the kernel
+    schedule: tuple[tuple[str, int], ...] = ()  # (name, value), sorted: what was chosen instead of the kernel's default
 
     @classmethod
-    def make(cls, kernel: str, arch: str, values: Mapping[str, Value], source: str | None = None) -> KernelConfig:
-        return cls(kernel, arch, tuple(sorted(values.items())), source if source is not None else source_digest(kernel))
+    def make(
+        cls, kernel: str, arch: str, values: Mapping[str, Value], source: str | None = None, schedule: Mapping[str, int] | None = None
+    ) -> KernelConfig:
+        digest = source if source is not None else source_digest(kernel)
+        return cls(kernel, arch, tuple(sorted(values.items())), digest, tuple(sorted((schedule or {}).items())))
 
     @property
     def fields(self) -> dict[str, Value]:
         return dict(self.values)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field that goes into the key, and nothing else."""
-        return {"schema": SCHEMA, "kernel": self.kernel, "arch": self.arch, "config": self.fields, "source": self.source}
+        """Every field that goes into the key, and nothing else. The default schedule is part of the source."""
+        data = {"schema": SCHEMA, "kernel": self.kernel, "arch": self.arch, "config": self.fields, "source": self.source}
+        return {**data, "schedule": dict(self.schedule)} if self.schedule else data
 
     @functools.cached_property
     def key(self) -> str:
@@ -73,7 +78,8 @@ class KernelConfig:
         return hashlib.sha256(canonical_json(self.as_dict()).encode()).hexdigest()
 
     def __str__(self) -> str:
-        return f"{self.kernel}[{', '.join(f'{k}={v}' for k, v in self.values)}; {self.arch}]"
+        chosen = "; " + ", ".join(f"{k}={v}" for k, v in self.schedule) if self.schedule else ""
+        return f"{self.kernel}[{', '.join(f'{k}={v}' for k, v in self.values)}; {self.arch}{chosen}]"
 
 
 @dataclass(frozen=True)
@@ -144,11 +150,12 @@ class Record:
     provenance: dict[str, Any] = field(default_factory=dict)  # versions and flags of tileops, TileLang, compiler
     tensormaps: dict[str, TensorMap] = field(default_factory=dict)  # parameter's name -> how it is encoded
     optional: tuple[str, ...] = ()  # tensors that a launch may leave out: address 0, strides 0
+    schedule: dict[str, int] = field(default_factory=dict)  # as in KernelConfig
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it: ``tensormaps`` and ``optional`` only where there are some."""
+        """As JSON holds it: ``tensormaps``, ``optional`` and ``schedule`` only where there are some."""
         data = asdict(self)
-        for name in ("tensormaps", "optional"):
+        for name in ("tensormaps", "optional", "schedule"):
             if not data[name]:
                 del data[name]
         return data
@@ -157,7 +164,7 @@ class Record:
         return canonical_json(self.to_dict())
 
     def config_object(self) -> KernelConfig:
-        return KernelConfig.make(self.kernel, self.arch, self.config, self.source)
+        return KernelConfig.make(self.kernel, self.arch, self.config, self.source, self.schedule)
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "record") -> Record:
@@ -169,7 +176,7 @@ class Record:
         if not isinstance(data, dict):
             raise bad("not a JSON object")
         names = [f.name for f in fields(cls)]
-        data = {"tensormaps": {}, "optional": [], **data}
+        data = {"tensormaps": {}, "optional": [], "schedule": {}, **data}
         if set(data) != set(names):
             raise bad(f"fields differ from the schema: {sorted(set(data) ^ set(names))}")
         if data["schema"] != SCHEMA:
@@ -177,7 +184,7 @@ class Record:
         expected = {
             str: ("key", "kernel", "arch", "source", "cubin_sha256", "symbol"),
             int: ("cubin_size", "dynamic_smem", "static_smem", "registers", "spills", "min_driver"),
-            dict: ("config", "alignment", "provenance", "tensormaps"),
+            dict: ("config", "alignment", "provenance", "tensormaps", "schedule"),
             list: ("params", "grid", "block", "optional"),
         }
         for kind, keys in expected.items():
@@ -196,6 +203,8 @@ class Record:
                 raise bad(f"{name} is negative")
         if not all(isinstance(v, (str, int, bool)) for v in data["config"].values()):
             raise bad("config holds a value that is neither text nor an integer")
+        if not all(type(v) is int for v in data["schedule"].values()):
+            raise bad("schedule holds a value that is no integer")
         for p in params:
             if not isinstance(p.name, str) or p.kind not in PARAM_KINDS or not isinstance(p.bind, str):
                 raise bad(f"param {p.name!r} has kind {p.kind!r}")

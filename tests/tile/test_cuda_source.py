@@ -51,9 +51,9 @@ SUBSCRIPTS = ("fused_main", "recurrent", "gate", "pack_rows", "pack_tails", "pac
 
 
 def narrow_products(text: str, index: str) -> list[str]:
-    """Products with a run-time size or index that are not computed in 64 bits, but for those with the chunk length (tokens)."""
+    """Products with a run-time size or index that are not computed in 64 bits, but for those that make a token or a head."""
     found = re.findall(rf"(?<![\w)])(?:{index})\)? \* [^ )]+|[^ (]+ \* \(*(?:{index})\b", text)
-    return [f for f in found if not re.fullmatch(rf"c \* {MODEL['Q']}", f)]
+    return [f for f in found if not re.fullmatch(rf"c \* {MODEL['Q']}|g \* \(H|1\) \* \(H", f)]
 
 
 def subscripts(text: str) -> str:
@@ -83,8 +83,9 @@ def test_reports_22_and_23_every_offset_is_computed_in_64_bits(kernel: str) -> N
 def test_16_bit_inputs_are_read_16_bytes_at_a_time_only_where_aligned(kernel: str) -> None:
     wide, narrow = body(kernel, P=64), body(kernel, P=64, aligned=False)
     for name in WIDE[kernel]:
-        assert re.search(rf"\*\(uint4\*\)\({name} \+", wide), name
-        assert not re.search(rf"\b{name}\[", wide), f"{name} is also read one element at a time"
+        pieces = len(re.findall(rf"cp_async_gs(?:_conditional)?<16>\([^\n]*\(&\({name}\[", wide))
+        assert pieces, name
+        assert len(re.findall(rf"\b{name}\[", wide)) == pieces, f"{name} is also read one element at a time"
         if name != "cb":  # a workspace: always contiguous and aligned
             assert re.search(rf"\b{name}\[", narrow) and not re.search(rf"\*\)\({name} \+", narrow), name
 
@@ -161,6 +162,6 @@ def test_the_decode_state_is_read_and_written_16_bytes_at_a_time(dtype: str) -> 
         assert result.source.count('@p ld.global" LOAD_HINT ".v4.b32') == result.source.count('@p st.global" STORE_HINT ".v4.b32') == 1
 
 
-def test_softplus_uses_log1p_and_exact_exp() -> None:
+def test_softplus_uses_the_exact_exp() -> None:
     text = body("chunk_cumsum")
-    assert "log1pf(expf(" in text and "__expf" not in text
+    assert "expf(" in text and "__expf" not in text and "logf" not in text

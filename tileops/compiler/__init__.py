@@ -36,7 +36,7 @@ def build(config: KernelConfig) -> Artifact:
 
     Raises:
         CompileError: no compiler is installed, TileLang or the CUDA compiler refused, or the kernel needs more shared
-            memory than its arch has. The source and log are kept in a folder that the message names.
+            memory than its arch has or spills registers. The source and log are kept in a folder that the message names.
     """
     found, reason = toolchain.find()
     if found is None:
@@ -54,6 +54,8 @@ def build(config: KernelConfig) -> Artifact:
     smem = lowered.dynamic_smem + assembled.static_smem
     if smem > MAX_SMEM[config.arch]:
         raise _failure(config, source, ValueError(f"needs {smem} bytes of shared memory, {config.arch} has {MAX_SMEM[config.arch]}"))
+    if assembled.spills:
+        raise _failure(config, source, ValueError(f"keeps {assembled.spills} bytes a thread in local memory (spilled registers)"))
     record = Record(
         schema=SCHEMA,
         key=config.key,
@@ -81,6 +83,7 @@ def build(config: KernelConfig) -> Artifact:
         },
         tensormaps=lowered.tensormaps,
         optional=lowered.optional,
+        schedule=dict(config.schedule),
     )
     return Artifact(record, assembled.cubin)
 

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,9 +43,10 @@ def lower(config: KernelConfig) -> Lowered:
 
     module = importlib.import_module(f"tileops.kernels.{config.kernel}")
     fields: dict[str, Any] = config.fields
+    chosen = schedule(module, config.arch, fields, dict(config.schedule))
     if "arch" in inspect.signature(module.program).parameters:
         fields["arch"] = config.arch
-    program = module.program(**fields)
+    program = module.program(**fields, **chosen)
     options = {**flags.PASS_CONFIGS, **getattr(module, "PASS_CONFIGS", {})}
     # An explicit target with an explicit arch: TileLang's "auto" would look at the machine's GPU.
     target = tvm.target.Target({"kind": "cuda", "arch": config.arch})
@@ -78,6 +79,14 @@ def _optional(kernel: str, names: Sequence[str], params: Sequence[Param]) -> tup
         if kinds.get(name, "pointer") != "pointer":
             raise ValueError(f"kernel {kernel}: {name} is read through a tensor map and cannot be optional")
     return tuple(sorted(name for name in names if name in kinds))
+
+
+def schedule(module: Any, arch: str, fields: Mapping[str, Any], chosen: Mapping[str, int]) -> dict[str, int]:
+    """What ``program`` of a kernel's module takes besides the config's fields: its own default, and what was chosen instead."""
+    default: dict[str, int] = module.schedule(arch, **fields) if hasattr(module, "schedule") else {}
+    if not set(chosen) <= set(default):
+        raise ValueError(f"a schedule names {sorted(set(chosen) - set(default))}; the kernel has {sorted(default)}")
+    return {**default, **chosen}
 
 
 def _shelter() -> None:

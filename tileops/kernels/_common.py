@@ -21,6 +21,10 @@ PASS_CONFIGS: dict[str, object] = {
     "tl.disable_vectorize_256": True,
 }
 
+#: For programs that place every barrier themselves (``barrier``) and rely on no two shared arrays being one: TileLang would
+#: take an element's update in place for a hazard, and does not see what is in flight.
+BY_HAND: dict[str, object] = {**PASS_CONFIGS, "tl.disable_thread_storage_sync": True, "tl.disable_shared_memory_reuse": True}
+
 LOG2E = 1.4426950408889634
 #: Lowest finite float32. A cumsum of -inf (A = -inf) is raised to it on one side of a difference, so that -inf - -inf never happens.
 LOWEST = -3.4028234663852886e38
@@ -56,6 +60,91 @@ def at_least(ctas: int) -> Any:
 def parallel(*extents: int) -> Any:
     """A loop nest spread over the threads; serial on the CPU backend, whose parallel loops take no local buffers."""
     return T.grid(*extents) if _cpu else T.Parallel(*extents)
+
+
+def fetch(*extents: int) -> Any:
+    """A loop nest that copies from global to shared memory, each element under one condition, else 0: by cp.async where the
+    copies are 16 bytes wide, so that they have arrived after ``commit`` and ``arrived``; others are made at once."""
+    if _cpu:
+        return T.grid(*extents)
+    return T.Parallel(*extents, annotations={"parallel_async_without_async_commit_wait": True})
+
+
+def commit() -> Any:
+    """A statement: what was fetched since the last one is a group."""
+    return None if _cpu else T.ptx_commit_group()
+
+
+def arrived(groups: int) -> Any:
+    """A statement: waits until all but the last ``groups`` groups are there. Others read them after a barrier."""
+    return None if _cpu else T.ptx_wait_group(groups)
+
+
+def barrier() -> Any:
+    """A statement: all threads of the CTA meet."""
+    return None if _cpu else T.sync_threads()
+
+
+def swizzled(tile: Any) -> Any:
+    """A statement: 16-byte pieces of a shared tile's rows are permuted, so that rows do not meet in one bank."""
+    from tilelang.layout import make_swizzled_layout
+
+    return None if _cpu else T.annotate_layout({tile: make_swizzled_layout(tile)})
+
+
+#: The special function unit's 2**x as it is: results below 2**-126 become 0, without the scaling that CUDA's exp2f adds.
+EX2 = """
+static __device__ __forceinline__ float tileops_ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+"""
+
+
+def ex2_source() -> Any:
+    """A statement: the kernel uses ``ex2``."""
+    return None if _cpu else T.import_source(EX2)
+
+
+def ex2(x: Any) -> Any:
+    """2**x, for float32 x <= 0."""
+    return T.exp2(x) if _cpu else T.call_extern("float32", "tileops_ex2", x)
+
+
+def log1p(x: Any) -> Any:
+    """log(1 + x) of float32 x >= 0 to 2e-7 of it, without a branch, so that several can be on their way.
+
+    With 2**e next to 1 + x, log1p(x) = e * log(2) + log1p(m), m = x / 2**e + (1 / 2**e - 1) in [-1/4, 1/2]: one rounding, none
+    where e is 0. The polynomial is a minimax fit of (log1p(m) - m) / m**2 there, in units of log1p(m).
+    """
+    exponent = (T.reinterpret(1.0 + x, "int32") - 0x3F400000) & -0x800000
+    scale = T.reinterpret(0x3F800000 - exponent, "float32")
+    m = x * scale + (scale - 1.0)
+    q = T.float32(LOG1P[-1])
+    for a in reversed(LOG1P[:-1]):
+        q = q * m + T.float32(a)
+    return T.cast(exponent >> 23, "float32") * T.float32(0.6931471805599453) + (q * (m * m) + m)
+
+
+LOG1P = (-0.5000006, 0.3333355, -0.24993427, 0.19977033, -0.16823025, 0.14984675, -0.12067384, 0.05412157)
+
+
+@T.macro
+def _gemm(a, at, b, bt, c, M, N, K, transpose_A, transpose_B):
+    for i, j, q in T.grid(M, N, K):
+        c[i, j] += T.cast(a[(*at, q, i) if transpose_A else (*at, i, q)], "float32") * T.cast(
+            b[(*bt, j, q) if transpose_B else (*bt, q, j)], "float32"
+        )
+
+
+def gemm(a: Any, at: tuple[Any, ...], b: Any, bt: tuple[Any, ...], c: Any, transpose_A: bool = False, transpose_B: bool = False) -> Any:
+    """A statement: c += a[at] @ b[bt], where ``at`` and ``bt`` are the indices before a tile's two. Each warpgroup has whole rows."""
+    if _cpu:
+        M, N = (int(extent) for extent in c.shape)
+        return _gemm(a, at, b, bt, c, M, N, int(a.shape[len(at) + (not transpose_A)]), transpose_A, transpose_B)
+    left, right = (t[(*index, slice(None), slice(None))] if index else t for t, index in ((a, at), (b, bt)))
+    return T.gemm(left, right, c, transpose_A=transpose_A, transpose_B=transpose_B, policy=T.GemmWarpPolicy.FullRow)
 
 
 def rolled(extent: Any) -> Any:

@@ -3,7 +3,8 @@
 x (B,S,H,P), Bm (B,S,G,N) dtype, strided; dt (B,H,C,Q) dt_dtype; dA_cumsum (B,H,C,Q) float32; seq_idx (B,S) int32, strided,
 if has_seq_idx -> states (B,C,H,P,N) float32. With seq_idx only tokens of the sequence that the chunk ends in count, none if
 that is negative; the others are not even read. Tokens at or past S do not exist: the chunk ends at the last real one.
-A CTA makes 64 rows of P by all of N. Only x * w is rounded to dtype; B enters as it is.
+A CTA makes ``rows`` rows by all of N: several heads of a group where P divides ``rows``, so that they share B, else rows of one
+head. Slabs of tokens go through ``stages`` buffers. Only x * w is rounded to dtype; B enters as it is.
 """
 
 from typing import Any
@@ -12,24 +13,58 @@ import tilelang.language as T
 
 from tileops.kernels import _common as k
 
-PASS_CONFIGS = k.PASS_CONFIGS
-
-ROWS = 64
+PASS_CONFIGS = k.BY_HAND
 
 
-def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, has_seq_idx: bool, aligned: bool) -> Any:
+def schedule(arch: str, **fields: Any) -> dict[str, int]:
+    """``rows`` x N of a state a CTA, ``slab`` tokens at a time in ``stages`` buffers; registers for ``ctas`` CTAs an SM."""
+    return {"rows": 64, "slab": 64, "stages": 2, "ctas": 1}
+
+
+def candidates(arch: str, **fields: Any) -> list[dict[str, int]]:
+    return [{"stages": 3}, {"slab": 32, "stages": 3}, {"slab": 32, "stages": 4}, {"ctas": 5}, {"rows": 128}, {"rows": 128, "stages": 3}]
+
+
+def program(
+    *,
+    Q: int,
+    P: int,
+    N: int,
+    dtype: str,
+    dt_dtype: str,
+    has_seq_idx: bool,
+    aligned: bool,
+    rows: int,
+    slab: int,
+    stages: int,
+    ctas: int,
+) -> Any:
     B, S, H, G, C = k.dims("B S H G C")
     wide = 8 if aligned else 1
-    tiles = k.ceildiv(P, ROWS)
-    slab = min(Q, 64)
+    slab = min(Q, slab)
+    slabs = Q // slab
+    stages = min(stages, slabs)
+    heads = rows // P if rows % P == 0 else 1
+    width = rows // heads
+    tiles = k.ceildiv(P, width)
     # Two warpgroups from here on: each takes half of the columns, and wgmma wants those in multiples of 16.
-    width = N if N <= 128 else k.ceildiv(N, 32) * 32
+    depth = N if N <= 128 else k.ceildiv(N, 32) * 32
+    threads = 2 * rows if depth <= 128 else 256
+    half = dtype == "float16"
 
     @T.macro
-    def load_x(raw, x, counts, b, token, h, p0, l0):
-        # Apart from the arithmetic: TileLang moves a load that is cast out from under its condition.
-        for l, p in k.parallel(slab, ROWS):
-            raw[l, p] = T.if_then_else(counts[l0 + l] > 0 and p0 * ROWS + p < P, x[b, token + l, h, p0 * ROWS + p], 0)
+    def fetch(Xs, Bs, x, Bm, counts, last, b, c, g, h, end, p0, s, slot):
+        for l, r in k.fetch(slab, rows):
+            Xs[slot, l, r] = T.if_then_else(
+                (counts[s * slab + l] > 0 if has_seq_idx else s * slab + l <= last) and h + r // width < end and p0 * width + r % width < P,
+                x[b, c * Q + s * slab + l, h + r // width, p0 * width + r % width],
+                0,
+            )
+        for l, n in k.fetch(slab, depth):
+            Bs[slot, l, n] = T.if_then_else(
+                (counts[s * slab + l] > 0 if has_seq_idx else s * slab + l <= last) and n < N, Bm[b, c * Q + s * slab + l, g, n], 0
+            )
+        k.commit()
 
     @T.prim_func
     def chunk_state(
@@ -40,64 +75,91 @@ def program(*, Q: int, P: int, N: int, dtype: str, dt_dtype: str, has_seq_idx: b
         seq_idx: k.strided("seq_idx", (B, S), "int32"),
         states: T.Tensor((B, C, H, P, N), "float32"),
     ):
-        with k.grid(B * C * H * tiles, threads=128 if width <= 128 else 256) as block:
+        parts = T.ceildiv(T.truncdiv(H, G), heads)
+        with k.grid(B * C * G * (parts * tiles), threads=threads) as block:
+            if ctas > 1:
+                k.at_least(ctas)
             p0 = T.alloc_var("int32", init=block % tiles)
-            bch = T.alloc_var("int32", init=block // tiles)
-            h = T.alloc_var("int32", init=T.truncmod(bch, H))
-            bc = T.alloc_var("int32", init=T.truncdiv(bch, H))
+            rest = T.alloc_var("int32", init=T.truncdiv(block, tiles))
+            part = T.alloc_var("int32", init=T.truncmod(rest, parts))
+            bcg = T.alloc_var("int32", init=T.truncdiv(rest, parts))
+            g = T.alloc_var("int32", init=T.truncmod(bcg, G))
+            bc = T.alloc_var("int32", init=T.truncdiv(bcg, G))
             c = T.alloc_var("int32", init=T.truncmod(bc, C))
             b = T.alloc_var("int32", init=T.truncdiv(bc, C))
-            g = T.alloc_var("int32", init=T.truncdiv(h, T.truncdiv(H, G)))
+            h = T.alloc_var("int32", init=g * T.truncdiv(H, G) + part * heads)
+            end = T.alloc_var("int32", init=(g + 1) * T.truncdiv(H, G))
             last = T.alloc_var("int32", init=T.min(Q, S - c * Q) - 1)
-            Xs = k.shared((slab, ROWS), dtype)
-            Bs = k.shared((slab, width), dtype)
-            weight = k.shared((Q,), "float32")
+            Xs = k.shared((stages, slab, rows), dtype)
+            Bs = k.shared((stages, slab, depth), dtype)
+            weight = k.shared((heads, Q), "float32")
             counts = k.shared((Q,), "int32")
-            raw = k.fragment((slab, ROWS), dtype)
-            acc = k.fragment((ROWS, width))
+            acc = k.fragment((rows, depth))
 
-            for l in k.parallel(Q):
+            if has_seq_idx:
+                for l in k.parallel(Q):
+                    ends = seq_idx[b, c * Q + last]
+                    counts[l] = T.if_then_else(l <= last, T.if_then_else(ends >= 0 and seq_idx[b, c * Q + T.min(l, last)] == ends, 1, 0), 0)
+                k.barrier()
+            for s in T.unroll(stages):
+                fetch(Xs, Bs, x, Bm, counts, last, b, c, g, h, end, p0, s, s)
+            for i, l in k.parallel(heads, Q):
+                own = T.min(h + i, H - 1)
                 # last may be below Q - 1, where the cumsum is flat; testing it by index keeps A = -inf right.
-                passed = dA_cumsum[b, h, c, Q - 1] - T.max(dA_cumsum[b, h, c, l], k.LOWEST)
+                passed = dA_cumsum[b, own, c, Q - 1] - T.max(dA_cumsum[b, own, c, l], k.LOWEST)
                 decay = T.if_then_else(l == last, 1.0, T.exp(T.min(passed, 0.0)))
-                if has_seq_idx:
-                    end = seq_idx[b, c * Q + last]
-                    counts[l] = T.if_then_else(l <= last, T.if_then_else(end >= 0 and seq_idx[b, c * Q + T.min(l, last)] == end, 1, 0), 0)
-                else:
-                    counts[l] = T.if_then_else(l <= last, 1, 0)
-                weight[l] = T.if_then_else(counts[l] > 0, T.cast(dt[b, h, c, l], "float32") * decay, 0.0)
+                # A token that does not count has no weight, whatever its dt is.
+                weight[i, l] = T.if_then_else(counts[l] > 0 if has_seq_idx else l <= last, T.cast(dt[b, own, c, l], "float32") * decay, 0.0)
 
-            if dtype == "float16":
-                scale = k.shared((ROWS,), "float32")
-                unscale = k.shared((ROWS,), "float32")
-                sized = k.fragment((slab, ROWS), dtype)
-                size = k.fragment((slab, ROWS))
-                top = k.fragment((ROWS,))
+            if half:
+                scale = k.shared((rows,), "float32")
+                unscale = k.shared((rows,), "float32")
+                sized = k.fragment((slab, rows), dtype)
+                size = k.fragment((slab, rows))
+                top = k.fragment((rows,))
                 T.clear(top)
-                for s in k.rolled(Q // slab):
-                    load_x(sized, x, counts, b, c * Q + s * slab, h, p0, s * slab)
-                    for l, p in k.parallel(slab, ROWS):
-                        size[l, p] = T.cast(sized[l, p], "float32") * weight[s * slab + l]
+                k.barrier()
+                for s in k.rolled(slabs):
+                    # Apart from the arithmetic: TileLang moves a load that is cast out from under its condition.
+                    for l, r in k.parallel(slab, rows):
+                        sized[l, r] = T.if_then_else(
+                            (counts[s * slab + l] > 0 if has_seq_idx else s * slab + l <= last)
+                            and h + r // width < end
+                            and p0 * width + r % width < P,
+                            x[b, c * Q + s * slab + l, h + r // width, p0 * width + r % width],
+                            0,
+                        )
+                    for l, r in k.parallel(slab, rows):
+                        size[l, r] = T.cast(sized[l, r], "float32") * weight[r // width, s * slab + l]
                     T.reduce_absmax(size, top, dim=0, clear=False)
-                for p in k.parallel(ROWS):
-                    scale[p], unscale[p] = k.fp16_scale(top[p])
+                for r in k.parallel(rows):
+                    scale[r], unscale[r] = k.fp16_scale(top[r])
 
             T.clear(acc)
-            for s in k.rolled(Q // slab):
-                load_x(raw, x, counts, b, c * Q + s * slab, h, p0, s * slab)
-                for l, p in k.parallel(slab, ROWS):
-                    if dtype == "float16":
-                        Xs[l, p] = T.cast(raw[l, p], "float32") * weight[s * slab + l] * scale[p]
+            for s in k.rolled(slabs):
+                slot = T.alloc_var("int32", init=s % stages)
+                k.arrived(stages - 1)
+                k.barrier()
+                for l, r in k.parallel(slab, rows):
+                    if half:
+                        Xs[slot, l, r] = T.cast(Xs[slot, l, r], "float32") * weight[r // width, s * slab + l] * scale[r]
                     else:
-                        Xs[l, p] = T.cast(raw[l, p], "float32") * weight[s * slab + l]
-                for l, n in k.parallel(slab, width):
-                    Bs[l, n] = T.if_then_else(counts[s * slab + l] > 0 and n < N, Bm[b, c * Q + s * slab + l, g, n], 0)
-                T.gemm(Xs, Bs, acc, transpose_A=True)
-            for p, n in k.parallel(ROWS, width):
-                if p0 * ROWS + p < P and n < N:
-                    if dtype == "float16":
-                        states[b, c, h, p0 * ROWS + p, n] = acc[p, n] * unscale[p]
+                        Xs[slot, l, r] = T.cast(Xs[slot, l, r], "float32") * weight[r // width, s * slab + l]
+                k.barrier()
+                k.gemm(Xs, (slot,), Bs, (slot,), acc, transpose_A=True)
+                if slabs > stages:
+                    k.barrier()
+                    if s + stages < slabs:
+                        fetch(Xs, Bs, x, Bm, counts, last, b, c, g, h, end, p0, s + stages, slot)
                     else:
-                        states[b, c, h, p0 * ROWS + p, n] = acc[p, n]
+                        k.commit()
+                else:
+                    k.commit()
+            for r, n in k.parallel(rows, depth):
+                if h + r // width < end and p0 * width + r % width < P and n < N:
+                    if half:
+                        states[b, c, h + r // width, p0 * width + r % width, n] = acc[r, n] * unscale[r]
+                    else:
+                        states[b, c, h + r // width, p0 * width + r % width, n] = acc[r, n]
 
     return k.complete(chunk_state)

@@ -13,13 +13,17 @@ from tileops.kernels import _common as k
 
 PASS_CONFIGS = k.PASS_CONFIGS
 
-THREADS = 128
-AHEAD = 8
-#: CTAs an SM, 40 KB of loads in flight.
-CTAS = 10
+
+def schedule(arch: str, **fields: Any) -> dict[str, int]:
+    """``per`` elements of a thread, loads ``ahead`` chunks ahead of the sums; registers for ``ctas`` CTAs an SM."""
+    return {"threads": 256, "per": 4, "ahead": 2, "ctas": 5}
 
 
-def program(*, has_initial_states: bool) -> Any:
+def candidates(arch: str, **fields: Any) -> list[dict[str, int]]:
+    return [{"threads": 128, "ctas": 10}, {"per": 2, "ahead": 4}, {"threads": 512, "ctas": 2}, {"threads": 128, "ahead": 4, "ctas": 8}]
+
+
+def program(*, has_initial_states: bool, threads: int, per: int, ahead: int, ctas: int) -> Any:
     B, H, C, M = k.dims("B H C M")
 
     @T.prim_func
@@ -30,31 +34,42 @@ def program(*, has_initial_states: bool) -> Any:
         prev_states: T.Tensor((B, C, H, M), "float32"),
         final_states: T.Tensor((B, H, M), "float32"),
     ):
-        tiles = T.ceildiv(M, THREADS)
-        with k.grid(B * H * tiles, threads=THREADS) as block:
-            k.at_least(CTAS)
-            m0 = T.alloc_var("int32", init=T.truncmod(block, tiles) * THREADS)
+        tiles = T.ceildiv(M, per * threads)
+        with k.grid(B * H * tiles, threads=threads) as block:
+            k.at_least(ctas)
+            m0 = T.alloc_var("int32", init=T.truncmod(block, tiles) * (per * threads))
             bh = T.alloc_var("int32", init=T.truncdiv(block, tiles))
             h = T.alloc_var("int32", init=T.truncmod(bh, H))
             b = T.alloc_var("int32", init=T.truncdiv(bh, H))
-            ahead = T.alloc_local((AHEAD,), "float32")
-            decay = T.alloc_local((AHEAD,), "float32")
-            for i in k.parallel(THREADS):
-                s = T.alloc_var("float32", init=0.0)
-                if m0 + i < M:
+            added = T.alloc_local((ahead, per), "float32")
+            decay = T.alloc_local((ahead,), "float32")
+            s = T.alloc_local((per,), "float32")
+            for i in k.parallel(threads):
+                for e in T.unroll(per):
+                    s[e] = 0.0
                     if has_initial_states:
-                        s = initial_states[b, h, m0 + i]
-                    for run in T.serial(T.truncdiv(C, AHEAD)):
-                        for j in T.unroll(AHEAD):
-                            ahead[j] = states[b, run * AHEAD + j, h, m0 + i]
-                            decay[j] = dA_chunk[b, h, run * AHEAD + j]
-                        for j in T.unroll(AHEAD):
-                            prev_states[b, run * AHEAD + j, h, m0 + i] = s
-                            s = T.exp(decay[j]) * s + ahead[j]
-                    for j in T.serial(T.truncmod(C, AHEAD)):
-                        c = T.truncdiv(C, AHEAD) * AHEAD + j
-                        prev_states[b, c, h, m0 + i] = s
-                        s = T.exp(dA_chunk[b, h, c]) * s + states[b, c, h, m0 + i]
-                    final_states[b, h, m0 + i] = s
+                        if m0 + e * threads + i < M:
+                            s[e] = initial_states[b, h, m0 + e * threads + i]
+                for run in T.serial(T.truncdiv(C, ahead)):
+                    for j in T.unroll(ahead):
+                        decay[j] = dA_chunk[b, h, run * ahead + j]
+                        for e in T.unroll(per):
+                            if m0 + e * threads + i < M:
+                                added[j, e] = states[b, run * ahead + j, h, m0 + e * threads + i]
+                    for j in T.unroll(ahead):
+                        decay[j] = T.exp(decay[j])
+                        for e in T.unroll(per):
+                            if m0 + e * threads + i < M:
+                                prev_states[b, run * ahead + j, h, m0 + e * threads + i] = s[e]
+                            s[e] = decay[j] * s[e] + added[j, e]
+                for j in T.serial(T.truncmod(C, ahead)):
+                    c = T.truncdiv(C, ahead) * ahead + j
+                    for e in T.unroll(per):
+                        if m0 + e * threads + i < M:
+                            prev_states[b, c, h, m0 + e * threads + i] = s[e]
+                            s[e] = T.exp(dA_chunk[b, h, c]) * s[e] + states[b, c, h, m0 + e * threads + i]
+                for e in T.unroll(per):
+                    if m0 + e * threads + i < M:
+                        final_states[b, h, m0 + e * threads + i] = s[e]
 
     return k.complete(state_passing)

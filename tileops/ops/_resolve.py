@@ -5,9 +5,10 @@ memory -> roots that the policy allows (tileops.store) -> JIT where the policy a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,21 @@ def obtain(kernel: str, values: dict[str, Value], device: int) -> driver.Kernel:
             raise driver.unsupported(info)
         found = _loaded[key] = driver.load(_artifact(kernel, values, archs, info), device)
     return found
+
+
+@contextlib.contextmanager
+def pinned(artifact: Artifact, device: int) -> Iterator[None]:
+    """While active, ops that are built run this artifact for its config on ``device`` (the tuning command compares some)."""
+    record = artifact.record
+    key = (record.kernel, *sorted(record.config.items()), device, os.getpid())
+    before = _loaded.get(key)
+    _loaded[key] = driver.load(artifact, device)
+    try:
+        yield
+    finally:
+        del _loaded[key]
+        if before is not None:
+            _loaded[key] = before
 
 
 def archs_of(kernel: str, info: driver.DeviceInfo) -> tuple[str, ...]:

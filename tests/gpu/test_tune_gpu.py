@@ -1,0 +1,41 @@
+"""The tuning command's second half on a GPU, with a packaged kernel as its own candidate."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from build_kernels import tune
+from tileops import catalog, schedules, store
+from tileops.config import Artifact
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.gpu
+
+
+def test_candidates_are_checked_timed_and_measured_once(tmp_path, monkeypatch):
+    arch = catalog.archs_for(*torch.cuda.get_device_capability())[0]
+    config = catalog.config("state_passing", arch, has_initial_states=True)
+    found = store.find(config).artifact
+    assert found is not None, "the kernel is not packaged"
+    work, table = tmp_path / "work", tmp_path / "table.json"
+    work.mkdir()
+    schedules.write([], table)
+    for schedule in ({}, {"per": 1}):
+        variant = dataclasses.replace(config, schedule=tuple(schedule.items()))
+        record = dataclasses.replace(found.record, key=variant.key, schedule=schedule)
+        (work / f"{variant.key}.cubin").write_bytes(Artifact(record, found.cubin).check().cubin)
+        (work / f"{variant.key}.json").write_text(record.to_json())
+    monkeypatch.setattr(tune, "measure", lambda artifact, real=tune.measure: real(artifact, [(2, 1000, 4)]))
+    line = ["--measure", "--arch", arch, "--only", "state_passing has_initial_states=True", "--work", str(work), "--table", str(table)]
+    assert tune.main(line) == 0
+    results = {path: path.read_bytes() for path in work.glob("*.measured")}
+    assert len(results) == 2
+    for data in results.values():
+        result = json.loads(data)
+        assert result["error"] == "" and result["us"][0] > 0
+    assert tune.main(line) == 0
+    assert {path: path.read_bytes() for path in work.glob("*.measured")} == results
