@@ -31,7 +31,7 @@ def test_the_cuts_that_measured_best(batch, seqlen, heads, segs, scouts):
     assert (found.segs - 1) * found.seg_chunks < chunks <= found.segs * found.seg_chunks
 
 
-def test_every_cut_covers_the_sequence_and_leaves_no_segment_empty():
+def test_report_57_every_cut_covers_the_sequence_and_leaves_no_segment_empty():
     for chains in (1, 8, 48, 64, 80, 131, 132, 133, 200, 264, 265, 1000, 5000):
         for chunks in (1, 2, 7, 8, 15, 16, 17, 31, 64, 129, 1000):
             found = cut(chains, chunks, SMS)
