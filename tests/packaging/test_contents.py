@@ -22,6 +22,7 @@ pytestmark = pytest.mark.xdist_group("packaging")
 WHEEL = (
     r"tileops/(\w+/)*\w+\.py",
     r"tileops/py\.typed",
+    r"tileops/kernels/schedules\.json",
     r"tileops/artifacts/(README\.md|digests\.json)",
     r"tileops/artifacts/sm_\d+a?/(manifest\.json|[0-9a-f]{64}\.cubin)",
     r"tileops-[\w.]+\.dist-info/(METADATA|WHEEL|RECORD|entry_points\.txt|top_level\.txt|licenses/LICENSE)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers_tile import Guarded, run, scattered
+from helpers_tile import Guarded, run, scattered, scheduled
 
 
 def inputs(Q, P, N, S, H, G, B=2, dtype=np.float32, rate=0.3):
@@ -62,6 +62,17 @@ def test_output_of_every_token(Q: int, P: int, N: int, S: int, H: int, G: int) -
     case = inputs(Q, P, N, S, H, G)
     want = recurrence(*case)
     assert np.linalg.norm(launch(*case) - want) <= 2e-6 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    "chosen", [{"heads": 2}, {"rows": 128, "cols": 64, "per": 2}, {"heads": 2, "per": 4, "depth": 128, "stages": 1}], ids=str
+)
+def test_other_schedules(chosen: dict[str, int], dtype: type) -> None:
+    case = inputs(256, 16, 80, 500, 6, 2, dtype=dtype)  # three heads a group: the second of the last pair does not exist
+    want = recurrence(*case)
+    with scheduled(**chosen):
+        assert np.linalg.norm(launch(*case) - want) <= (2e-6 if dtype is np.float32 else 2e-3) * np.linalg.norm(want)
 
 
 def test_decay_over_a_chunk_far_beyond_the_range_of_exp() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers_tile import Guarded, run, scattered
+from helpers_tile import Guarded, run, scattered, scheduled
 
 
 def launch(x, Bm, dt, cumsum, seq_idx=None):
@@ -47,6 +47,13 @@ def recurrence(x, Bm, dt, cumsum):
 def test_state_at_the_end_of_each_chunk(Q: int, P: int, N: int, S: int, H: int, G: int) -> None:
     case = inputs(Q, P, N, S, H, G)
     np.testing.assert_allclose(launch(*case), recurrence(*case), atol=3e-5)
+
+
+@pytest.mark.parametrize(("P", "chosen"), [(32, {"stages": 4}), (64, {"rows": 128, "stages": 1}), (80, {"rows": 128, "slab": 32})], ids=str)
+def test_other_schedules(P: int, chosen: dict[str, int]) -> None:
+    case = inputs(128, P, 48, 300, 6, 2)  # three heads a group, two or four in a CTA where P divides its rows
+    with scheduled(**chosen):
+        np.testing.assert_allclose(launch(*case), recurrence(*case), atol=3e-5)
 
 
 def test_float16_products_beyond_its_range_and_below_it() -> None:
