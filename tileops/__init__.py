@@ -10,7 +10,8 @@ The map:
 - ``tileops.errors``       every error of this package; ``tileops.env`` every TILEOPS_* variable
 - ``tileops.targets``      which implementation serves an op: ``BUILTIN``, ``set_default_target``, ``registered_targets``
 - ``tileops.ops``          one file an operator: checks, allocation, launches. ``tileops.reference``: the same in plain PyTorch
-- ``tileops.config``       what a kernel is compiled with, its key, its record; ``tileops.catalog``: which kernels exist
+- ``tileops.config``       what a kernel is compiled with, its key, its record; ``tileops.catalog``: which kernels exist;
+  ``tileops.schedules``: the table of tuned schedules
 - ``tileops.store``        where artifacts lie: roots, look-up, publishing; ``policy`` and ``freeze`` say what a miss may do
 - ``tileops.driver``       cubin + record -> launch. ``tileops.compiler`` and ``tileops.kernels``: TileLang program -> cubin
 - ``tileops.cli``          the command ``tileops``

@@ -208,8 +208,9 @@ def test_a_kernel_that_fails_does_not_lose_the_others(tmp_path):
     package = copy_package(tmp_path / "package")
     kernel = package / "tileops" / "kernels" / "state_passing.py"
     kernel.write_text(
-        kernel.read_text() + "\n\n_good = program\n\n\ndef program(*, has_initial_states):\n"
-        "    if has_initial_states:\n        raise ValueError('half of it is broken')\n    return _good(has_initial_states=False)\n"
+        kernel.read_text() + "\n\n_good = program\n\n\ndef program(*, has_initial_states, **schedule):\n"
+        "    if has_initial_states:\n        raise ValueError('half of it is broken')\n"
+        "    return _good(has_initial_states=False, **schedule)\n"
     )
     tileops = Command(package, tmp_path)
     done = tileops("warm", *VALUES, *FAST, "--json", TMPDIR=str(tmp_path))

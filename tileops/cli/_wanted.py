@@ -42,7 +42,13 @@ class Looked:
 def for_place(configs: Iterable[KernelConfig], place: Place) -> list[Wanted]:
     """Each config, made for ``place.archs[0]``, with its equivalents for the other archs that will do."""
     return [
-        Wanted((config, *(KernelConfig.make(config.kernel, arch, config.fields, config.source) for arch in place.archs[1:])), place)
+        Wanted(
+            (
+                config,
+                *(catalog.config(config.kernel, arch, **config.fields) for arch in place.archs[1:] if catalog.exists(config.kernel, arch)),
+            ),
+            place,
+        )
         for config in configs
     ]
 
