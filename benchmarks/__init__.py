@@ -1,7 +1,6 @@
-"""Measurements that documents cite: accuracy and speed, on a GPU. Never imported by the package.
+"""Measurements that documents cite: speed and accuracy, on a GPU. Never imported by the package.
 
 - ``python -m benchmarks run | compare | table``   speed and errors beside public implementations; see docs/benchmarks.md
-- ``python -m benchmarks.accuracy``                errors of the seven ops alone
 - ``shapes``     what is measured; ``inputs``: its tensors; ``reference``: float64; ``timing``: clocks and ceilings
 - ``ours``, ``peer_mamba_ssm``, ``peer_tileops010``   how one implementation is called; ``worker`` and ``cold``: the process it runs in
 - ``runner``     starts the processes, one an implementation, and merges what they answer; ``compare``, ``table``: reading a result
