@@ -75,14 +75,7 @@ KERNELS: dict[str, dict[str, tuple[Value, ...]]] = {
         "aligned": BOOLS,
     },
     "fused_clear": {},
-    "fused_main": {
-        "P": HEAD_DIMS,
-        "N": STATE_DIMS,
-        "dtype": DTYPES,
-        "softplus": BOOLS,
-        "has_bias": BOOLS,
-        "has_initial_states": BOOLS,
-    },
+    "fused_main": {"P": HEAD_DIMS, "N": STATE_DIMS, "dtype": DTYPES, "y_float32": BOOLS},
     "recurrent": {"P": HEAD_DIMS, "N": STATE_DIMS, "dtype": DTYPES, "tied": BOOLS},
 }
 

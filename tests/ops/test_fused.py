@@ -4,37 +4,40 @@ from __future__ import annotations
 
 import pytest
 
-from tileops.ops._fused import segments
+from tileops.ops._fused import Cut, cut
 from tileops.ops.recurrent import rows_per_cta
 
 SMS = 132  # an H200's
 
 
 @pytest.mark.parametrize(
-    ("batch", "seqlen", "heads", "expected"),
+    ("batch", "seqlen", "heads", "segs", "scouts"),
     [
-        (1, 4096, 48, 1),
-        (1, 4096, 80, 1),
-        (4, 2048, 80, 2),
-        (8, 2048, 64, 1),
-        (2, 32768, 80, 4),
-        (1, 8192, 128, 1),
-        (1, 1, 1, 1),
+        (1, 4096, 48, 4, True),
+        (1, 4096, 80, 1, False),
+        (1, 1024, 80, 1, False),
+        (1, 512, 128, 1, False),
+        (4, 2048, 80, 2, False),
+        (8, 2048, 64, 1, False),
+        (2, 32768, 80, 4, False),
+        (1, 8192, 128, 1, False),
+        (1, 1, 1, 1, False),
     ],
 )
-def test_the_cuts_that_measured_best(batch, seqlen, heads, expected):
+def test_the_cuts_that_measured_best(batch, seqlen, heads, segs, scouts):
     chunks = -(-seqlen // 64)
-    segs, seg_chunks = segments(batch * heads, chunks, SMS)
-    assert segs == expected
-    assert (segs - 1) * seg_chunks < chunks <= segs * seg_chunks
+    found = cut(batch * heads, chunks, SMS)
+    assert (found.segs, found.scouts, found.parts) == (segs, scouts, segs + scouts)
+    assert (found.segs - 1) * found.seg_chunks < chunks <= found.segs * found.seg_chunks
 
 
 def test_every_cut_covers_the_sequence_and_leaves_no_segment_empty():
-    for chains in (1, 131, 132, 133, 200, 264, 265, 1000, 5000):
+    for chains in (1, 8, 48, 64, 80, 131, 132, 133, 200, 264, 265, 1000, 5000):
         for chunks in (1, 2, 7, 8, 15, 16, 17, 31, 64, 129, 1000):
-            segs, seg_chunks = segments(chains, chunks, SMS)
-            assert 1 <= segs <= 16 and (segs - 1) * seg_chunks < chunks <= segs * seg_chunks
-            assert segs == 1 or chains > SMS
+            found = cut(chains, chunks, SMS)
+            assert 1 <= found.segs <= 16 and (found.segs - 1) * found.seg_chunks < chunks <= found.segs * found.seg_chunks
+            assert found.scouts == (found.segs > 1 and chains <= SMS)
+            assert found.segs > 1 or found == Cut(1, chunks)
 
 
 def test_decode_shares_a_full_A_between_batch_rows_once_there_are_enough():

@@ -12,7 +12,7 @@ from tileops import catalog, expr
 from tileops.compiler.lower import Lowered, lower
 
 MODEL = {"Q": 128, "P": 80, "N": 144, "dtype": "bfloat16", "dt_dtype": "float32", "out_dtype": "float32"}
-FLAGS = {"softplus": True, "has_bias": True, "has_seq_idx": True, "has_initial_states": True, "tied": False}
+FLAGS = {"softplus": True, "has_bias": True, "has_seq_idx": True, "has_initial_states": True, "tied": False, "y_float32": True}
 
 #: 16-bit inputs of each kernel, read 16 bytes at a time where ``aligned``.
 WIDE = {"chunk_coupling": ("Bm", "Cm"), "chunk_state": ("x", "Bm"), "chunk_scan": ("x", "Cm", "cb")}
@@ -105,9 +105,10 @@ def test_tensor_maps_are_those_of_the_program() -> None:
     sizes = {"x.stride0": 0, "x.stride1": 3200, "x.stride2": 80, "S": 5, "H": 6}
     assert [expr.evaluate(s, sizes) for s in maps["x_desc"].strides] == [160, 6400, 16]
     assert [expr.evaluate(s, sizes) for s in maps["y_desc"].strides] == [320, 1920, 9600]
-    assert (maps["x_desc"].box, maps["y_desc"].box) == ((64, 1, 64, 1), (32, 1, 16, 1))
+    assert (maps["x_desc"].box, maps["y_desc"].box) == ((64, 1, 64, 1), (32, 1, 64, 1))
     assert [maps[n].dtype for n in ("x_desc", "y_desc")] == [9, 7]
-    assert lowered("fused_main", dtype="float16").tensormaps["x_desc"].dtype == 6
+    halves = lowered("fused_main", dtype="float16", y_float32=False).tensormaps
+    assert (halves["x_desc"].dtype, halves["y_desc"].dtype, halves["y_desc"].box) == (6, 6, (64, 1, 64, 1))
     assert lowered("chunk_scan").tensormaps == {}
 
 

@@ -1,18 +1,22 @@
-"""The full forward in one pass: v = clamp(softplus?(dt + dt_bias)), state = exp(v A) state + v x B, y = C . state; g = h // (H / G).
+"""The full forward in one pass: v = clamp(softplus?(dt + dt_bias?)), state = exp(v A) state + v x B, y = (C . state + D? x) silu(z?);
+g = h // (H / G).
 
-x (B,S,H,P), Bm, Cm (B,S,G,N) dtype, through tensor maps; dt (B,S,H) float32; A (H), dt_bias (H), initial_states (B,H,P,N) float32
--> y (B,S,H,P) float32 (through a tensor map), final_states (B,H,P,N) float32.
+x (B,S,H,P), Bm, Cm (B,S,G,N) dtype, through tensor maps; dt (B,S,H) float32; A, dt_bias (H), D (H,P), initial_states (M,H,P,N)
+float32; z (B,S,H,P) dtype -> y (B,S,H,P) float32 or dtype, final_states (M,H,P,N) float32. What ``flags`` leaves out (bits below) is
+not read. M is B; with PACKED, B is 1 and sequence m is the tokens cu_seqlens[m] .. cu_seqlens[m + 1] - 1 of S.
 
-A CTA takes 64 rows (d_head) of one head of one sequence, or a segment of ``seg_chunks`` chunks of it, and goes through it in
-chunks of 64 tokens with the state in registers. Its warpgroups are joined by mbarriers only:
+A CTA takes 64 rows (d_head) of one head of one sequence (a chain), or a segment of ``seg_chunks`` chunks of it, and goes through it
+in chunks of 64 tokens with the state in registers. Its warpgroups are joined by mbarriers only:
 
-    0            one thread loads x, B, C (bulk copies, ``stages`` chunks ahead); three warps make the per-token factors from dt
+    0            one thread starts all bulk copies: x, B, C in, ``stages`` chunks ahead, and y out; ``nf`` warps make the per-token
+                 factors from dt, and w x
     1 .. SW      hold the state: leave a rounded copy of it in a ring, then state = 2^end state + (w x)^T B
     SW+1 ..      take chunks in turn: y = 2^cum C state^T + (C B^T . decays . dt) x
 
-Segments of a chain hand the state on through ``carry``; ``sync`` (zero at launch) holds a ticket, which orders CTAs, and a flag for
-each warp that holds state. Both are untouched with one segment. float16 operands made here are scaled by powers of two, so that
-they keep float32's range. docs/kernels.md has the measurements behind these choices.
+With ``parts`` > 1 a chain is several CTAs: its segments, and with SCOUTS one that goes ahead and makes the state only. The state at a
+segment's start comes through ``carry`` from the scout, else from the segment before; ``sync`` (zero at launch) holds a ticket, which
+orders CTAs, and a flag for each warp that holds state. The bits do not depend on it. float16 operands made here are scaled by powers
+of two, so that they keep float32's range. docs/kernels.md has the measurements behind these choices.
 """
 
 from typing import Any
@@ -36,12 +40,12 @@ def mma(n: int, ty: str) -> str:
     return f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ty}.{ty} {operands(n // 2)}"
 
 
-def wgmma_ss(n: int, ty: str, tb: int) -> str:
+def wgmma_ss(n: int, ty: str, ta: int, tb: int) -> str:
     """d (64 x n) (+)= A (64 x 16, shared) B (16 x n, shared)."""
     c = n // 2
     return f"""
-DI void ssd_wgmma_ss_{n}_{tb}(float* d, unsigned long long a, unsigned long long b, int acc) {{
-  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{c + 2}, 0; {mma(n, ty)}, %{c}, %{c + 1}, p, 1, 1, 0, {tb}; }}"
+DI void ssd_wgmma_ss_{n}_{ta}{tb}(float* d, unsigned long long a, unsigned long long b, int acc) {{
+  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{c + 2}, 0; {mma(n, ty)}, %{c}, %{c + 1}, p, 1, 1, {ta}, {tb}; }}"
     : {regs("d", c)} : "l"(a), "l"(b), "r"(acc));
 }}"""
 
@@ -72,6 +76,10 @@ DI void ssd_wait(unsigned bar, int parity) {
 }
 DI void ssd_arrive(unsigned bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory"); }
 // One arrival per warp; what its lanes did before is ordered by the warp barrier.
+DI void ssd_arrive_times(unsigned bar, int times) {
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(times) : "memory");
+}
 DI void ssd_arrive_warp(unsigned bar) { __syncwarp(); if ((threadIdx.x & 31) == 0) ssd_arrive(bar); }
 // Plain stores use the generic proxy, wgmma and bulk copies the async one.
 DI void ssd_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -83,9 +91,12 @@ DI void ssd_landed(float* d, int n) {
 #pragma unroll
   for (int i = 0; i < n; i++) asm volatile("" : "+f"(d[i]) :: "memory");
 }
-DI void ssd_held(unsigned* a) {
+// A use (never made: never is 0) of an A operand after the wait: ptxas may hand its registers out while the product still reads them.
+DI void ssd_held(unsigned* a, int n, int never) {
 #pragma unroll
-  for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[i]) :: "memory");
+  for (int i = 0; i < n; i += 4)
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %4, 0; @p st.shared.v4.b32 [%5], {%0, %1, %2, %3}; }"
+      :: "r"(a[i]), "r"(a[i + 1]), "r"(a[i + 2]), "r"(a[i + 3]), "r"(never), "r"(0) : "memory");
 }
 DI float ssd_exp2(float v) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 // 128-byte swizzle; lead: bytes between 64-element panels (MN-major operands); 8-row groups are 1024 bytes apart.
@@ -93,7 +104,6 @@ DI unsigned ssd_desc_low(unsigned addr, unsigned lead) { return (addr >> 4) | ((
 DI unsigned long long ssd_desc(unsigned low, unsigned bytes) {
   return (unsigned long long)(low + (bytes >> 4)) | ((unsigned long long)(64u | (1u << 30)) << 32);
 }
-DI float2 ssd_lds2(unsigned a) { float2 v; asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a)); return v; }
 DI float4 ssd_lds4(unsigned a) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a));
@@ -104,11 +114,22 @@ DI void ssd_sts2(unsigned a, float x, float y) { asm volatile("st.shared.v2.f32 
 DI void ssd_sts4(unsigned a, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(a), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
-DI int ssd_warp() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
-DI void ssd_copy(unsigned* a, const unsigned* b) {
-#pragma unroll
-  for (int i = 0; i < 16; i++) a[i] = b[i];
+DI uint4 ssd_ldsu(unsigned a) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
+  return v;
 }
+DI void ssd_stsu(unsigned a, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" :: "r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DI void ssd_sts1(unsigned a, unsigned v) { asm volatile("st.shared.b32 [%0], %1;" :: "r"(a), "r"(v) : "memory"); }
+DI void ssd_ldsm(unsigned* a, unsigned addr) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+    : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(addr) : "memory");
+}
+// v, but not known to be: what is computed from it stays where it is needed, in no register before.
+DI int ssd_here(int v) { asm volatile("" : "+r"(v)); return v; }
+DI int ssd_warp() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 DI void ssd_zero(float* a, int n) {
 #pragma unroll
   for (int i = 0; i < n; i++) a[i] = 0.f;
@@ -145,25 +166,30 @@ DI void ssd_tile(const D& map, unsigned dst, unsigned bar, int column, int head,
 DI void ssd_expect(unsigned bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
 }
+DI int ssd_done(unsigned bar, int parity) {
+  unsigned done;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+    : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  return done;
+}
 #define SSD_ONCE 0x12F0000000000000ull  // L2 policy evict_first
-// ---- scalar warps: a lane holds tokens 2*lane, 2*lane+1. Writes (cum, dt) pairs, w = dt*2^(end-cum), el = 2^cum.
+// ---- factor warps: a lane holds tokens 2*lane, 2*lane+1; rows: tokens that exist
 DI void ssd_dt_load(float* v, const float* dt, long long pitch, int rows) {
   int lane = threadIdx.x & 31;
   v[0] = 2 * lane < rows ? __ldg(dt + (2 * lane) * pitch) : 0.f;
   v[1] = 2 * lane + 1 < rows ? __ldg(dt + (2 * lane + 1) * pitch) : 0.f;
 }
-DI float ssd_dt_value(float v, float bias, float lo, float hi) {
+DI float ssd_dt_value(float v, float bias, float lo, float hi, int softplus) {
   v += bias;
-#if SOFTPLUS
-  v = v > 20.f ? v : log1pf(expf(v));
-#endif
+  if (softplus) v = v > 20.f ? v : log1pf(expf(v));
   v = v < lo ? lo : v;
   return v > hi ? hi : v;
 }
-DI void ssd_scalars(unsigned dst, float* raw, float bias, float a, float lo, float hi, int rows) {
+// f: cum, dt of both tokens, w = dt * 2^(end-cum) of both, 2^end, and with fp16 what w was scaled by and its inverse.
+DI void ssd_factors(float* f, const float* raw, float bias, float a, float lo, float hi, int softplus, int rows) {
   int lane = threadIdx.x & 31;
-  float d0 = 2 * lane < rows ? ssd_dt_value(raw[0], bias, lo, hi) : 0.f;
-  float d1 = 2 * lane + 1 < rows ? ssd_dt_value(raw[1], bias, lo, hi) : 0.f;
+  float d0 = 2 * lane < rows ? ssd_dt_value(raw[0], bias, lo, hi, softplus) : 0.f;
+  float d1 = 2 * lane + 1 < rows ? ssd_dt_value(raw[1], bias, lo, hi, softplus) : 0.f;
   // 2^-160 is 0 in float32 already: a larger magnitude changes no decay, but would cost the cumsum its digits (or be inf).
   float a0 = d0 == 0.f ? 0.f : fmaxf(d0 * a, -160.f), a1 = d1 == 0.f ? 0.f : fmaxf(d1 * a, -160.f);
   float sum = a0 + a1;
@@ -174,40 +200,61 @@ DI void ssd_scalars(unsigned dst, float* raw, float bias, float a, float lo, flo
   }
   float before = __shfl_up_sync(0xffffffffu, sum, 1);
   float c0 = (lane == 0 ? 0.f : before) + a0, c1 = sum, end = __shfl_sync(0xffffffffu, sum, 31);
-  ssd_sts4(dst + 16 * lane, c0, d0, c1, d1);
   float w0 = d0 * ssd_exp2(fminf(end - c0, 0.f)), w1 = d1 * ssd_exp2(fminf(end - c1, 0.f));
+  f[6] = ssd_exp2(fminf(end, 0.f));
 #if SAFE
   float top = fmaxf(fabsf(w0), fabsf(w1));
 #pragma unroll
   for (int o = 1; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
   float down = ssd_down(top * 32768.f);  // |w| * down < 1: w x is no larger than x
   w0 *= down; w1 *= down;
-  if (lane == 0) ssd_sts2(dst + 1024, down, ssd_inverse(down));
+  f[7] = down; f[8] = ssd_inverse(down);
 #endif
-  ssd_sts2(dst + 512 + 8 * lane, w0, w1);
-  ssd_sts2(dst + 768 + 8 * lane, ssd_exp2(fminf(c0, 0.f)), ssd_exp2(fminf(c1, 0.f)));
+  f[0] = c0; f[1] = d0; f[2] = c1; f[3] = d1; f[4] = w0; f[5] = w1;
+}
+// v * w in two steps, with w = high + low: rounded once, as if w had the digits of both.
+DI unsigned ssd_scaled(unsigned v, unsigned high, unsigned low) {
+  unsigned r;
+  asm("{ .reg .b32 t; mul.rn." SSD_PAIR " t, %1, %3; fma.rn." SSD_PAIR " %0, %1, %2, t; }" : "=r"(r) : "r"(v), "r"(high), "r"(low));
+  return r;
+}
+DI void ssd_keep(unsigned dst, const float* f) {
+  int lane = threadIdx.x & 31;
+  ssd_sts4(dst + 16 * lane, f[0], f[1], f[2], f[3]);
+  if (lane == 0) ssd_sts4(dst + 512, f[6], SAFE ? f[7] : 0.f, SAFE ? f[8] : 0.f, 0.f);
+}
+// w x beside x. Lanes take the 16-byte pieces of their rows in different orders, for the banks.
+DI void ssd_weigh(unsigned xs, unsigned xw, const float* f) {
+  int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    unsigned at = (2 * lane + i) * 128;
+    float w = f[4 + i];
+    unsigned high = ssd_pack(w, w), low = ssd_pack(w - ssd_lo(high), w - ssd_lo(high));
+#pragma unroll
+    for (int k = 0; k < 8; k += 4) {
+      uint4 v[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) v[j] = ssd_ldsu(xs + at + (((k + j) ^ (lane & 7)) << 4));
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        uint4 o = make_uint4(ssd_scaled(v[j].x, high, low), ssd_scaled(v[j].y, high, low), ssd_scaled(v[j].z, high, low),
+                             ssd_scaled(v[j].w, high, low));
+        ssd_stsu(xw + at + (((k + j) ^ (lane & 7)) << 4), o);
+      }
+    }
+  }
+}
+// Rows of x and B from ``rows`` on belong to the next sequence: whatever is there (NaN) must not be multiplied, not even by 0.
+DI void ssd_absent(unsigned xs, unsigned bs, int rows) {
+  for (int i = rows * 8 + (threadIdx.x & 31); i < 512; i += 32) {
+    ssd_stsu(xs + i * 16, make_uint4(0, 0, 0, 0));
+#pragma unroll
+    for (int j = 0; j < NT / 64; j++) ssd_stsu(bs + j * 8192 + i * 16, make_uint4(0, 0, 0, 0));
+  }
+  __syncwarp();
 }
 // ---- state warps: thread (g, t) of warp w holds state[16w+g (+8)][8j+2t (+1)]
-DI void ssd_state_operand(unsigned* a, unsigned xs, unsigned scal, int w) {
-  int lane = threadIdx.x & 31, t = lane & 3;
-  int s = (lane >> 4) * 8 + (lane & 7), ch = 2 * w + ((lane >> 3) & 1);
-  unsigned addr = xs + s * 128 + ((ch ^ (s & 7)) << 4);
-  float2 u[4], v[4];
-#pragma unroll
-  for (int kk = 0; kk < 4; kk++) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-      : "=r"(a[4 * kk]), "=r"(a[4 * kk + 1]), "=r"(a[4 * kk + 2]), "=r"(a[4 * kk + 3]) : "r"(addr + kk * 2048) : "memory");
-    u[kk] = ssd_lds2(scal + 512 + kk * 64 + t * 8);
-    v[kk] = ssd_lds2(scal + 512 + kk * 64 + 32 + t * 8);
-  }
-#pragma unroll
-  for (int kk = 0; kk < 4; kk++) {
-    a[4 * kk + 0] = ssd_pack(ssd_lo(a[4 * kk]) * u[kk].x, ssd_hi(a[4 * kk]) * u[kk].y);
-    a[4 * kk + 1] = ssd_pack(ssd_lo(a[4 * kk + 1]) * u[kk].x, ssd_hi(a[4 * kk + 1]) * u[kk].y);
-    a[4 * kk + 2] = ssd_pack(ssd_lo(a[4 * kk + 2]) * v[kk].x, ssd_hi(a[4 * kk + 2]) * v[kk].y);
-    a[4 * kk + 3] = ssd_pack(ssd_lo(a[4 * kk + 3]) * v[kk].x, ssd_hi(a[4 * kk + 3]) * v[kk].y);
-  }
-}
 // The state, rounded, for the y warps; with fp16 each warp's 16 rows are scaled by a power of two, whose inverse goes to scales[w].
 DI void ssd_state_handoff(unsigned slot, float* acc, int w, unsigned scales, unsigned shared_tops, int part) {
   int lane = threadIdx.x & 31;
@@ -243,11 +290,11 @@ DI void ssd_scale(float* acc, float v, int n) {
 #pragma unroll
   for (int i = 0; i < n; i++) acc[i] *= v;
 }
-DI void ssd_state_update(float* acc, unsigned* a, unsigned bs) {
-  unsigned low = ssd_desc_low(bs, 8192);
+DI void ssd_state_update(float* acc, unsigned xw, unsigned bs) {
+  unsigned la = ssd_desc_low(xw, 8192), lb = ssd_desc_low(bs, 8192);
   ssd_wgmma_fence();
 #pragma unroll
-  for (int kk = 0; kk < 4; kk++) SSD_STATE_MMA(acc, a + 4 * kk, ssd_desc(low, kk * 2048));
+  for (int kk = 0; kk < 4; kk++) SSD_STATE_MMA(acc, ssd_desc(la, kk * 2048), ssd_desc(lb, kk * 2048), 1);
   ssd_wgmma_commit();
 }
 // rows (d_head) and columns (d_state) beyond the real ones are not touched
@@ -304,8 +351,9 @@ DI void ssd_mma_kmajor(float* d, unsigned a, unsigned b) {  // d = A B^T over NT
   ssd_wgmma_fence();
 #pragma unroll
   for (int kk = 0; kk < NT / 16; kk++) {
+    if (NT > 128 && kk % 4 == 0) { la = ssd_here(la); lb = ssd_here(lb); }
     int at = (kk / 4) * 8192 + (kk % 4) * 32;
-    ssd_wgmma_ss_64_0(d, ssd_desc(la, at), ssd_desc(lb, at), kk > 0);
+    ssd_wgmma_ss_64_00(d, ssd_desc(la, at), ssd_desc(lb, at), kk > 0);
   }
   ssd_wgmma_commit();
 }
@@ -316,28 +364,43 @@ DI void ssd_mma_mx(float* d, unsigned* a, unsigned xs) {
   for (int kk = 0; kk < 4; kk++) ssd_wgmma_rs_64_1(d, a + 4 * kk, ssd_desc(low, kk * 2048));
   ssd_wgmma_commit();
 }
+// cum, dt of this thread's columns in the first half, and cum of its two rows. For two warps the other half is above the diagonal.
+DI void ssd_pairs(float* q, float* l, unsigned scal, int w) {
+  int lane = threadIdx.x & 31, r = 16 * w + lane / 4;
+  l[0] = ssd_lds(scal + r * 8); l[1] = ssd_lds(scal + (r + 8) * 8);
+#pragma unroll
+  for (int j = 0; j < 4; j++) *(float4*)(q + 4 * j) = ssd_lds4(scal + j * 64 + (lane & 3) * 16);
+}
 // M = CB * 2^min(cum_l - cum_s, 0) * dt_s for s <= l, as an operand. With fp16 each row is scaled by a power of two, left in scale.
-DI void ssd_weights(unsigned* a, float* cb, unsigned scal, int w, float* scale) {
-  int lane = threadIdx.x & 31, r = 16 * w + lane / 4, keep = r - 2 * (lane & 3);
-  float l0 = ssd_lds(scal + r * 8), l1 = ssd_lds(scal + (r + 8) * 8);
+DI void ssd_weights(unsigned* a, float* cb, float* q, const float* l, unsigned scal, int w, float* scale) {
+  int lane = threadIdx.x & 31, keep = 16 * w + lane / 4 - 2 * (lane & 3);
 #pragma unroll
-  for (int half = 0; half < 8; half += 4) {
-    float4 q[4];  // cum, dt of this thread's two columns of a tile
+  for (int i = 0; i < 4; i++) {  // 16 columns: below the diagonal, on it or above it
+    if (i == 2 && w >= 2)
 #pragma unroll
-    for (int i = 0; i < 4; i++) q[i] = ssd_lds4(scal + (half + i) * 64 + (lane & 3) * 16);
+      for (int j = 0; j < 4; j++) *(float4*)(q + 4 * j) = ssd_lds4(scal + (4 + j) * 64 + (lane & 3) * 16);
+    if (i <= w) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      int j = half + i;
-      float m0 = cb[4 * j] * q[i].y * ssd_exp2(fminf(l0 - q[i].x, 0.f));
-      float m1 = cb[4 * j + 1] * q[i].w * ssd_exp2(fminf(l0 - q[i].z, 0.f));
-      float m2 = cb[4 * j + 2] * q[i].y * ssd_exp2(fminf(l1 - q[i].x, 0.f));
-      float m3 = cb[4 * j + 3] * q[i].w * ssd_exp2(fminf(l1 - q[i].z, 0.f));
-      cb[4 * j] = 8 * j <= keep ? m0 : 0.f; cb[4 * j + 1] = 8 * j + 1 <= keep ? m1 : 0.f;
-      cb[4 * j + 2] = 8 * j <= keep + 8 ? m2 : 0.f; cb[4 * j + 3] = 8 * j + 1 <= keep + 8 ? m3 : 0.f;
-#if !SAFE
-      a[2 * j] = ssd_pack(cb[4 * j], cb[4 * j + 1]); a[2 * j + 1] = ssd_pack(cb[4 * j + 2], cb[4 * j + 3]);
-#endif
+      for (int j = 2 * i; j < 2 * i + 2; j++) {
+        const float* u = q + 4 * (j % 4);
+        cb[4 * j] *= u[1] * ssd_exp2(fminf(l[0] - u[0], 0.f));
+        cb[4 * j + 1] *= u[3] * ssd_exp2(fminf(l[0] - u[2], 0.f));
+        cb[4 * j + 2] *= u[1] * ssd_exp2(fminf(l[1] - u[0], 0.f));
+        cb[4 * j + 3] *= u[3] * ssd_exp2(fminf(l[1] - u[2], 0.f));
+      }
+      if (i == w)
+#pragma unroll
+        for (int j = 2 * i; j < 2 * i + 2; j++) {
+          cb[4 * j] = 8 * j <= keep ? cb[4 * j] : 0.f; cb[4 * j + 1] = 8 * j + 1 <= keep ? cb[4 * j + 1] : 0.f;
+          cb[4 * j + 2] = 8 * j <= keep + 8 ? cb[4 * j + 2] : 0.f; cb[4 * j + 3] = 8 * j + 1 <= keep + 8 ? cb[4 * j + 3] : 0.f;
+        }
+    } else {
+      ssd_zero(cb + 8 * i, 8);
     }
+#if !SAFE
+#pragma unroll
+    for (int j = 4 * i; j < 4 * i + 4; j++) a[j] = ssd_pack(cb[2 * j], cb[2 * j + 1]);
+#endif
   }
 #if SAFE
   float t0 = 0.f, t1 = 0.f;
@@ -360,9 +423,8 @@ DI void ssd_weights(unsigned* a, float* cb, unsigned scal, int w, float* scale) 
 #endif
 }
 // Row l of C S^T takes 2^cum_l; with fp16 also the row's scale of M, and each 16 columns what the state was scaled by.
-DI void ssd_rows_scale(float* d, unsigned scal, int w, const float* scale, unsigned scales) {
-  int lane = threadIdx.x & 31, r = 16 * w + lane / 4;
-  float e0 = ssd_lds(scal + 768 + r * 4), e1 = ssd_lds(scal + 768 + (r + 8) * 4);
+DI void ssd_rows_scale(float* d, const float* l, const float* scale, unsigned scales) {
+  float e0 = ssd_exp2(fminf(l[0], 0.f)), e1 = ssd_exp2(fminf(l[1], 0.f));
 #if SAFE
   e0 *= scale[0]; e1 *= scale[1];
 #pragma unroll
@@ -374,36 +436,103 @@ DI void ssd_rows_scale(float* d, unsigned scal, int w, const float* scale, unsig
 #pragma unroll
   for (int j = 0; j < 8; j++) { d[4 * j] *= e0; d[4 * j + 1] *= e0; d[4 * j + 2] *= e1; d[4 * j + 3] *= e1; }
 }
-// A warp's 16 rows x 64 columns go to shared memory as two swizzled 16 x 32 boxes, and from there to y in the background; rows and
-// columns outside y are dropped.
-DI void ssd_y_stage(float* d, unsigned mine, const float* scale) {
-  int lane = threadIdx.x & 31, t = lane & 3, g = lane / 4;
-  float f0 = 1.f, f1 = 1.f;
+DI void ssd_rows_unscale(float* d, const float* scale) {
 #if SAFE
-  f0 = ssd_inverse(scale[0]); f1 = ssd_inverse(scale[1]);
+  float f0 = ssd_inverse(scale[0]), f1 = ssd_inverse(scale[1]);
+#pragma unroll
+  for (int j = 0; j < 8; j++) { d[4 * j] *= f0; d[4 * j + 1] *= f0; d[4 * j + 2] *= f1; d[4 * j + 3] *= f1; }
 #endif
-  unsigned at = mine + g * 128 + (t & 1) * 8;
+}
+// y += D x; D of head h is at D, its columns dp apart (0: one value a head); cols: columns that exist from here on
+DI void ssd_skip(float* d, const float* D, int dp, unsigned xs, int w, int cols) {
+  int lane = ssd_here(threadIdx.x & 31), row = 16 * w + (lane & 15);
+  D += 2 * (lane & 3) * dp;
 #pragma unroll
-  for (int j = 0; j < 8; j++) {
-    unsigned o = (j / 4) * 2048 + (((2 * (j % 4) + t / 2) ^ g) << 4);
-    ssd_sts2(at + o, d[4 * j] * f0, d[4 * j + 1] * f0);
-    ssd_sts2(at + o + 1024, d[4 * j + 2] * f1, d[4 * j + 3] * f1);
+  for (int i = 0; i < 4; i++) {
+    unsigned x[4];  // rows g, g + 8 of tile 2i, then of 2i + 1
+    ssd_ldsm(x, xs + row * 128 + (((2 * i + (lane >> 4)) ^ (row & 7)) << 4));
+#pragma unroll
+    for (int k = 0; k < 2; k++, D += 8 * dp) {
+      float* o = d + 8 * i + 4 * k;
+      float u = 0.f, v = 0.f;
+      if (16 * i < cols) { u = __ldg(D); v = __ldg(D + dp); }
+      o[0] += u * ssd_lo(x[2 * k]); o[1] += v * ssd_hi(x[2 * k]);
+      o[2] += u * ssd_lo(x[2 * k + 1]); o[3] += v * ssd_hi(x[2 * k + 1]);
+    }
   }
-  ssd_proxy_fence();
+}
+DI void ssd_gate_load(unsigned* u, const void* z, long long pitch, int w, int rows, int cols) {
+  int lane = ssd_here(threadIdx.x & 31), r = 16 * w + lane / 4;
+  const char* a = (const char*)z + 2 * (r * pitch + 2 * (lane & 3)); const char* b = a + 16 * pitch;
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    u[2 * i] = r < rows && 8 * i < cols ? __ldg((const unsigned*)(a + 16 * i)) : 0;
+    u[2 * i + 1] = r + 8 < rows && 8 * i < cols ? __ldg((const unsigned*)(b + 16 * i)) : 0;
+  }
+}
+DI float ssd_silu(float v) { return __fdividef(v, 1.f + ssd_exp2(-1.4426950408889634f * v)); }
+DI void ssd_gate(float* d, const unsigned* u) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) { d[2 * i] *= ssd_silu(ssd_lo(u[i])); d[2 * i + 1] *= ssd_silu(ssd_hi(u[i])); }
+}
+DI void ssd_gate_ahead(const void* z, long long pitch, int rows) {
+  for (int r = threadIdx.x & 31; r < 64; r += 32)
+    if (r < rows) asm volatile("prefetch.global.L2 [%0];" :: "l"((const char*)z + 2 * r * pitch));
+}
+// A warp's 16 rows x 64 columns go to shared memory as swizzled boxes of 128-byte rows, and from there to y in the background; rows
+// and columns outside y are dropped. In float32, lanes of odd g store tiles j and j + 2 in the other order (else two rows of a
+// half-warp meet in the same banks): ssd_y_take puts a thread's values in that order.
+#if Y32
+DI void ssd_y_take(float* v, const float* d) {
+  int odd = threadIdx.x & 4;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float* a = d + (i / 2 * 16 + i % 2 * 4); const float* b = a + 8;
+#pragma unroll
+    for (int k = 0; k < 4; k++) { v[8 * i + k] = odd ? b[k] : a[k]; v[8 * i + 4 + k] = odd ? a[k] : b[k]; }
+  }
+}
+DI void ssd_y_stage(const float* v, unsigned mine) {
+  int lane = threadIdx.x & 31, t = lane & 3, g = lane / 4;
+  unsigned at = mine + g * 128 + (t & 1) * 8 + (((t / 2) ^ g ^ (g & 1) * 4) << 4);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    unsigned o = (at ^ (i % 2) * 32) + (i / 2) * 8192;
+    const float* u = v + 8 * i;
+    ssd_sts2(o, u[0], u[1]); ssd_sts2(o + 1024, u[2], u[3]); ssd_sts2(o ^ 64, u[4], u[5]); ssd_sts2((o ^ 64) + 1024, u[6], u[7]);
+  }
+}
+#else
+DI void ssd_y_take(unsigned* v, const float* d) {
+#pragma unroll
+  for (int i = 0; i < 16; i++) v[i] = ssd_pack(d[2 * i], d[2 * i + 1]);
+}
+DI void ssd_y_stage(const unsigned* v, unsigned mine) {
+  int lane = threadIdx.x & 31, g = lane / 4;
+#pragma unroll
+  for (int i = 0; i < 16; i++) ssd_sts1(mine + (g + 8 * (i & 1)) * 128 + (((i / 2) ^ g) << 4) + (lane & 3) * 4, v[i]);
+}
+#endif
+// The same for rows that the next sequence's follow: only ``rows`` of them are written.
+DI void ssd_y_plain(unsigned mine, void* y, long long pitch, int rows, int columns) {
   __syncwarp();
-}
-template <typename D> DI void ssd_y_send(const D& map, unsigned mine, int column, int columns, int head, int row, int batch) {
-  if ((threadIdx.x & 31) == 0) {
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-      if (column + 32 * i < columns)
-        asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5}], [%1], %6;"
-          :: "l"((unsigned long long)&map), "r"(mine + i * 2048), "r"(column + 32 * i), "r"(head), "r"(row), "r"(batch), "l"(SSD_ONCE)
-          : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#pragma unroll 1
+  for (int i = threadIdx.x & 31; i < 128 * (1 + Y32); i += 32) {
+    int row = i / 8 % 16, column = i / 128 * 32 + i % 8 * (Y32 ? 4 : 8);
+    unsigned at = mine + i / 128 * 8192 + row * 128 + ((i % 8 ^ (row & 7)) << 4);
+    if (row < rows && column < columns) *(uint4*)((char*)y + (row * pitch + column) * (Y32 ? 4 : 2)) = ssd_ldsu(at);
   }
 }
-DI void ssd_y_sent(unsigned bar) { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); ssd_arrive_warp(bar); }
+template <typename D> DI void ssd_y_send(const D& map, unsigned tile, int column, int columns, int head, int row, int batch) {
+#pragma unroll
+  for (int i = 0; i < 1 + Y32; i++)
+    if (column + 32 * i < columns)
+      asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5}], [%1], %6;"
+        :: "l"((unsigned long long)&map), "r"(tile + i * 8192), "r"(column + 32 * i), "r"(head), "r"(row), "r"(batch), "l"(SSD_ONCE)
+        : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+DI void ssd_y_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // The four warps read the whole copy of the state, each at its own pace; after this none does.
 DI void ssd_y_together(int id) { asm volatile("bar.sync %0, 128;" :: "r"(id) : "memory"); }
 DI void ssd_y_finish() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
@@ -414,46 +543,50 @@ def do(name: str, *args: Any) -> Any:
     return T.evaluate(T.call_extern("handle", name, *args))
 
 
-def program(*, P: int, N: int, dtype: str, softplus: bool, has_bias: bool, has_initial_states: bool) -> Any:
+#: Bits of ``flags``.
+SOFTPLUS, BIAS, INITIAL, SKIP, GATE, PACKED, SCOUTS, ALWAYS = (1 << i for i in range(8))
+
+
+def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
     NT = 64 if N <= 64 else 128 if N <= 128 else 256
     safe = dtype == "float16"
     SW = max(1, NT // 128)  # state warpgroups, each with NS columns of the state
     NS = NT // SW
     slices = k.ceildiv(P, 64)  # a CTA makes 64 rows of d_head
     ny = {64: 2, 128: 2, 256: 1}[NT]  # y warpgroups, which take chunks in turn
-    stages = {64: 6, 128: 4, 256: 2}[NT]
-    ring = {64: 3, 128: 3, 256: 2}[NT]  # at least ny
-    factors = 8  # chunks whose per-token factors are kept
-    SC = 1152  # per-token factors of a chunk
-    stage_bytes = 8192 + 2 * NT * 128
-    ring_bytes = max(NT * 128, 16384)  # a copy of the state, then 64 rows of y
-    o_C = 8192 + NT * 128  # in a stage: x, B, C
+    stages = {64: 4, 128: 4, 256: 2}[NT]
+    nf = {64: 3, 128: 3, 256: 2}[NT]  # factor warps, which take chunks in turn; two stages let no third one wait for its own
+    ring = 2  # copies of the state on their way to y
+    # A stage: x, w x, B, C (whose rows y takes later, so it has 16384 bytes at least), factors.
+    o_xw, o_B, o_C = 8192, 16384, 16384 + NT * 128
+    slots = {64: 4, 128: 3, 256: 2}[NT]  # chunks whose factors are kept
+    stage_bytes = o_C + max(NT * 128, 16384)
+    SC = 528  # cum, dt of each token; 2^end and fp16's scales
     o_ring = stages * stage_bytes
-    o_scal = o_ring + ring * ring_bytes
-    o_side = o_scal + factors * SC  # fp16: scales of the state's copies, then tops of the state's parts
+    o_scal = o_ring + ring * NT * 128
+    o_side = o_scal + slots * SC  # fp16: scales of the state's copies, then tops of the state's parts
     o_tops = o_side + ring * 16
-    o_full = o_tops + 64  # mbarriers
-    o_free = o_full + 8 * stages
-    o_cfull = o_free + 8 * stages
-    o_cfree = o_cfull + 8 * factors
-    o_sfull = o_cfree + 8 * factors
+    o_full = o_tops + 64  # mbarriers: x and B landed; C landed; factors and w x made; x, w x and B read; y in C's place
+    o_cfull, o_made, o_free, o_staged = (o_full + 8 * stages * i for i in range(1, 5))
+    o_sfull = o_staged + 8 * stages  # a copy of the state left; read
     o_sfree = o_sfull + 8 * ring
     total = o_sfree + 8 * ring + 16
     ty = {"bfloat16": "bf16", "float16": "f16"}[dtype]
     values = {
         "SAFE": int(safe),
         "SW": SW,
-        "SOFTPLUS": int(softplus),
         "NT": NT,
         "NS": NS,
         "NREAL": N,
-        "SSD_STATE_MMA": f"ssd_wgmma_rs_{NS}_1",
+        "Y32": int(y_float32),
+        "SSD_PAIR": f'"{ty}x2"',
+        "SSD_STATE_MMA": f"ssd_wgmma_ss_{NS}_11",
     }
     source = "".join(f"#define {name} {value}\n" for name, value in values.items()) + COMMON + (FP16 if safe else BF16)
-    source += wgmma_ss(64, ty, 0) + "".join(wgmma_rs(n, ty, 1) for n in sorted({64, NS})) + BODY
+    source += wgmma_ss(64, ty, 0, 0) + wgmma_ss(NS, ty, 1, 1) + wgmma_rs(64, ty, 1) + BODY
     threads = 128 * (1 + SW + ny)
     once, keep = T.uint64(0x12F0000000000000), T.uint64(0x14F0000000000000)
-    B, S, H, G = k.dims("B S H G")
+    B, S, H, G, M, C = k.dims("B S H G M C")
 
     def tiles(t: Any, inner: int, heads: Any) -> Any:
         """Descriptor of 64 x 64 tiles (tokens x inner) of one head, 128-byte swizzle, 128-byte L2 promotion, zeros outside."""
@@ -462,9 +595,11 @@ def program(*, P: int, N: int, dtype: str, softplus: bool, has_bias: bool, has_i
         return T.create_tma_descriptor(code, 4, t.data, inner, heads, S, B, 2, *pitches, 64, 1, 64, 1, 1, 1, 1, 1, 0, 3, 2, 0)
 
     def out_tiles(t: Any) -> Any:
-        """Descriptor of 16 x 32 float32 boxes (tokens x d_head) of y, 128-byte swizzle."""
-        row = T.cast(H, "int64") * (P * 4)
-        return T.create_tma_descriptor(7, 4, t.data, P, H, S, B, 4, T.int64(P * 4), row, row * S, 32, 1, 16, 1, 1, 1, 1, 1, 0, 3, 2, 0)
+        """Descriptor of boxes of 64 tokens x 128 bytes of y, 128-byte swizzle."""
+        size, code = (4, 7) if y_float32 else (2, 6 if safe else 9)
+        row = T.cast(H, "int64") * (P * size)
+        pitches = [T.int64(P * size), row, row * S]
+        return T.create_tma_descriptor(code, 4, t.data, P, H, S, B, size, *pitches, 128 // size, 1, 64, 1, 1, 1, 1, 1, 0, 3, 2, 0)
 
     @T.prim_func
     def fused_main(
@@ -474,17 +609,21 @@ def program(*, P: int, N: int, dtype: str, softplus: bool, has_bias: bool, has_i
         dt_bias: T.Tensor((H,), "float32"),
         Bm: k.strided("Bm", (B, S, G, N), dtype, 8),
         Cm: k.strided("Cm", (B, S, G, N), dtype, 8),
-        initial_states: T.Tensor((B, H, P, N), "float32"),
-        carry: T.Tensor((B * H * slices, SW * 128 * (NS // 2)), "float32"),
-        sync: T.Tensor((1 + B * H * slices * (SW * 4),), "int32"),
-        y: T.Tensor((B, S, H, P), "float32"),
-        final_states: T.Tensor((B, H, P, N), "float32"),
+        D: k.strided("D", (H, P), "float32", last=True),
+        z: k.strided("z", (B, S, H, P), dtype, 8),
+        initial_states: T.Tensor((M, H, P, N), "float32"),
+        cu_seqlens: T.Tensor((M + 1,), "int32"),
+        carry: T.Tensor((C, SW * 128 * (NS // 2)), "float32"),
+        sync: T.Tensor((1 + M * H * slices * (SW * 4),), "int32"),
+        y: T.Tensor((B, S, H, P), "float32" if y_float32 else dtype),
+        final_states: T.Tensor((M, H, P, N), "float32"),
         dt_min: T.float32,
         dt_max: T.float32,
-        segs: T.int32,
+        parts: T.int32,
         seg_chunks: T.int32,
+        flags: T.int32,
     ):
-        with T.Kernel(B * H * slices * segs, threads=threads) as bx:
+        with T.Kernel(M * H * slices * parts, threads=threads) as bx:
             T.import_source(source)
             smem = T.alloc_shared((total,), "uint8", scope="shared.dyn")
             tx = T.get_thread_binding()
@@ -493,28 +632,43 @@ def program(*, P: int, N: int, dtype: str, softplus: bool, has_bias: bool, has_i
             if tx == 0:
                 for i in T.serial(stages):
                     do("ssd_bar_init", base + o_full + 8 * i, 1)
-                    do("ssd_bar_init", base + o_free + 8 * i, 4 * SW + 4)
-                for i in T.serial(factors):
                     do("ssd_bar_init", base + o_cfull + 8 * i, 1)
-                    do("ssd_bar_init", base + o_cfree + 8 * i, 4 * SW + 4)
+                    do("ssd_bar_init", base + o_made + 8 * i, 1)
+                    do("ssd_bar_init", base + o_free + 8 * i, 4 * SW + 4)
+                    do("ssd_bar_init", base + o_staged + 8 * i, 4)
                 for i in T.serial(ring):
                     do("ssd_bar_init", base + o_sfull + 8 * i, 4 * SW)
                     do("ssd_bar_init", base + o_sfree + 8 * i, 4)
             do("ssd_bars_ready")
             item = T.alloc_var("int32", init=bx)
-            if segs > 1:
-                # Segments of a chain wait for each other, so they are taken in order, whatever order CTAs start in.
+            if parts > 1:
+                # Segments of a chain wait for what came before them, so items are taken in order, whatever order CTAs start in.
                 item = T.call_extern("int32", "ssd_ticket", T.address_of(sync[0]), base + total - 16)
-            chains = T.alloc_var("int32", init=B * H * slices)
+            chains = T.alloc_var("int32", init=M * H * slices)
+            scouts = T.alloc_var("int32", init=T.if_then_else((flags & SCOUTS) != 0, 1, 0))
+            scout = T.alloc_var("int32", init=T.if_then_else(item < chains * scouts, 1, 0))
+            item = item + (scout - scouts) * chains
             seg = T.alloc_var("int32", init=T.truncdiv(item, chains))
             chain = T.alloc_var("int32", init=item - seg * chains)
             bh = T.alloc_var("int32", init=T.truncdiv(chain, slices))
             p0 = T.alloc_var("int32", init=(chain - bh * slices) * 64)
-            b = T.alloc_var("int32", init=T.truncdiv(bh, H))
-            h = T.alloc_var("int32", init=bh - b * H)
+            row = T.alloc_var("int32", init=T.truncdiv(bh, H))  # of the states
+            h = T.alloc_var("int32", init=bh - row * H)
             g = T.alloc_var("int32", init=T.truncdiv(h, T.truncdiv(H, G)))
-            first = T.alloc_var("int32", init=seg * seg_chunks)  # first chunk of this segment
-            count = T.alloc_var("int32", init=T.min(seg_chunks, T.truncdiv(S + 63, 64) - first))
+            b = T.alloc_var("int32", init=row)
+            t0 = T.alloc_var("int32", init=0)  # the sequence's tokens are t0 .. t1 - 1 of row b
+            t1 = T.alloc_var("int32", init=S)
+            if (flags & PACKED) != 0:
+                b = 0
+                t0 = cu_seqlens[row]
+                t1 = cu_seqlens[row + 1]
+            chunks = T.alloc_var("int32", init=T.truncdiv(t1 - t0 + 63, 64))
+            segs = T.alloc_var("int32", init=T.max(T.truncdiv(chunks + seg_chunks - 1, seg_chunks), 1))
+            count = T.alloc_var("int32", init=T.max(T.min(seg_chunks, chunks - seg * seg_chunks), 0))
+            if scout > 0:
+                count = (segs - 1) * seg_chunks
+            t0 = t0 + seg * seg_chunks * 64
+            last = T.alloc_var("int32", init=T.if_then_else((scout == 0) & (seg + 1 == segs), 1, 0))
             warp = T.alloc_var("int32", init=0)
             warp = T.call_extern("int32", "ssd_warp")
             wg = T.alloc_var("int32", init=warp // 4)
@@ -522,136 +676,213 @@ def program(*, P: int, N: int, dtype: str, softplus: bool, has_bias: bool, has_i
 
             if wg == 0:
                 if tx == 0:
-                    for c in T.serial(count):
-                        st = c % stages
-                        at = base + st * stage_bytes
-                        s0 = (first + c) * 64
-                        do("ssd_wait", base + o_free + 8 * st, (c // stages + 1) % 2)
-                        do("ssd_expect", base + o_full + 8 * st, stage_bytes)
-                        do("ssd_tile", tiles(x, P, H), at, base + o_full + 8 * st, p0, h, s0, b, once)
-                        for i in T.unroll(NT // 64):
-                            do("ssd_tile", tiles(Bm, N, G), at + 8192 + i * 8192, base + o_full + 8 * st, 64 * i, g, s0, b, keep)
-                        for i in T.unroll(NT // 64):
-                            do("ssd_tile", tiles(Cm, N, G), at + o_C + i * 8192, base + o_full + 8 * st, 64 * i, g, s0, b, keep)
-                elif warp > 0:
-                    # Three warps take chunks in turn: one alone needs a load's latency and 1300 cycles for each.
+                    policy = T.alloc_var("uint64", init=T.if_then_else(scout > 0, keep, once))
+                    # This thread starts every bulk copy, whichever can go on: x and B in, y out, then C in where y was.
+                    cx = T.alloc_var("int32", init=0)
+                    cc = T.alloc_var("int32", init=T.if_then_else(scout > 0, count, 0))
+                    cy = T.alloc_var("int32", init=0)
+                    # A chunk that the sequence ends in: the rows after it may be another sequence's, so the y warps write it.
+                    sends = T.alloc_var("int32", init=T.if_then_else(scout > 0, 0, T.min(count, T.truncdiv(T.max(t1 - t0, 0), 64))))
+                    ready = T.alloc_var("int32", init=0)
+                    while (cx < count) | (cc < count) | (cy < sends):
+                        sx = cx % stages
+                        ready = 0
+                        if cx < count:
+                            ready = T.call_extern("int32", "ssd_done", base + o_free + 8 * sx, (cx // stages + 1) % 2)
+                        if ready > 0:
+                            at = base + sx * stage_bytes
+                            do("ssd_expect", base + o_full + 8 * sx, 8192 + NT * 128)
+                            do("ssd_tile", tiles(x, P, H), at, base + o_full + 8 * sx, p0, h, t0 + cx * 64, b, policy)
+                            for i in T.unroll(NT // 64):
+                                do(
+                                    "ssd_tile",
+                                    tiles(Bm, N, G),
+                                    at + o_B + i * 8192,
+                                    base + o_full + 8 * sx,
+                                    64 * i,
+                                    g,
+                                    t0 + cx * 64,
+                                    b,
+                                    keep,
+                                )
+                            cx = cx + 1
+                        if (cc < count) & ((cc < stages) | (cy > cc - stages)):
+                            sc = cc % stages
+                            do("ssd_y_read")
+                            do("ssd_expect", base + o_cfull + 8 * sc, NT * 128)
+                            for i in T.unroll(NT // 64):
+                                to = base + sc * stage_bytes + o_C + i * 8192
+                                do("ssd_tile", tiles(Cm, N, G), to, base + o_cfull + 8 * sc, 64 * i, g, t0 + cc * 64, b, keep)
+                            cc = cc + 1
+                        sy = cy % stages
+                        ready = 0
+                        if cy < sends:
+                            ready = T.call_extern("int32", "ssd_done", base + o_staged + 8 * sy, cy // stages % 2)
+                        if ready > 0:
+                            do("ssd_y_send", out_tiles(y), base + sy * stage_bytes + o_C, p0, P, h, t0 + cy * 64, b)
+                            cy = cy + 1
+                    do("ssd_y_finish")
+                elif (warp > 0) & (warp <= nf):
                     raw = T.alloc_local((4,), "float32")
+                    f = T.alloc_local((9,), "float32")
                     rate = T.alloc_var("float32", init=A[h] * k.LOG2E)
                     bias = T.alloc_var("float32", init=0.0)
-                    if has_bias:
+                    if (flags & BIAS) != 0:
                         bias = dt_bias[h]
-                    start = (first + warp - 1) * 64
-                    do("ssd_dt_load", T.address_of(raw[0]), T.address_of(dt[b, start, h]), dt.strides[1], S - start)
-                    for i in T.serial(T.truncdiv(count - (warp - 1) + 2, 3)):
-                        c = i * 3 + (warp - 1)
-                        kc = c % factors
-                        s0 = (first + c) * 64
-                        do("ssd_dt_load", T.address_of(raw[2]), T.address_of(dt[b, s0 + 192, h]), dt.strides[1], S - s0 - 192)
-                        do("ssd_wait", base + o_cfree + 8 * kc, (c // factors + 1) % 2)
-                        do("ssd_scalars", base + o_scal + kc * SC, T.address_of(raw[0]), bias, rate, dt_min, dt_max, S - s0)
-                        do("ssd_arrive_warp", base + o_cfull + 8 * kc)
+                    start = t0 + (warp - 1) * 64
+                    do("ssd_dt_load", T.address_of(raw[0]), T.address_of(dt[b, start, h]), dt.strides[1], t1 - start)
+                    for i in T.serial(T.truncdiv(count - (warp - 1) + (nf - 1), nf)):
+                        c = i * nf + (warp - 1)
+                        st = c % stages
+                        at = base + st * stage_bytes
+                        s0 = t0 + c * 64
+                        do("ssd_dt_load", T.address_of(raw[2]), T.address_of(dt[b, s0 + 64 * nf, h]), dt.strides[1], t1 - s0 - 64 * nf)
+                        if (flags & GATE) != 0:
+                            do("ssd_gate_ahead", T.address_of(z[b, s0, h, p0]), z.strides[1], t1 - s0)
+                        do("ssd_factors", T.address_of(f[0]), T.address_of(raw[0]), bias, rate, dt_min, dt_max, flags & SOFTPLUS, t1 - s0)
+                        if nf % stages != 0:
+                            do("ssd_wait", base + o_free + 8 * st, (c // stages + 1) % 2)  # else the phase of 2 * stages before could pass
+                        do("ssd_wait", base + o_full + 8 * st, c // stages % 2)
+                        if (flags & PACKED) != 0:
+                            if t1 - s0 < 64:
+                                do("ssd_absent", at, at + o_B, t1 - s0)
+                        do("ssd_weigh", at, at + o_xw, T.address_of(f[0]))
+                        if slots < stages:
+                            if c >= slots:  # who used the factors' place is done with it
+                                e = c - slots
+                                do("ssd_wait", base + o_free + 8 * (e % stages), e // stages % 2)
+                        do("ssd_keep", base + o_scal + c % slots * SC, T.address_of(f[0]))
+                        do("ssd_proxy_fence")
+                        do("ssd_arrive_warp", base + o_made + 8 * st)
                         raw[0] = raw[2]
                         raw[1] = raw[3]
             elif wg <= SW:
                 acc = T.alloc_local((NS // 2,), "float32")
-                op = T.alloc_local((16,), "uint32")
-                nextop = T.alloc_local((16,), "uint32")
                 n0 = (wg - 1) * NS
                 do("ssd_zero", T.address_of(acc[0]), NS // 2)
                 if seg > 0:
-                    do(
-                        "ssd_carry_in",
-                        T.address_of(acc[0]),
-                        T.address_of(carry[chain, (wg - 1) * (64 * NS)]),
-                        T.address_of(sync[1 + (chain * SW + wg - 1) * 4 + w]),
-                        seg,
-                    )
-                elif has_initial_states:
-                    do("ssd_state_read", T.address_of(acc[0]), T.address_of(initial_states[b, h, p0, n0]), w, P - p0, N - n0)
-                up = T.alloc_var("float32", init=1.0)
-                if count > 0:
-                    do("ssd_wait", base + o_full, 0)
-                    do("ssd_wait", base + o_cfull, 0)
-                    do("ssd_state_operand", T.address_of(op[0]), base, base + o_scal, w)
+                    if seg < segs:
+                        do(
+                            "ssd_carry_in",
+                            T.address_of(acc[0]),
+                            T.address_of(carry[chain * parts + seg, (wg - 1) * (64 * NS)]),
+                            T.address_of(sync[1 + (chain * SW + wg - 1) * 4 + w]),
+                            seg,
+                        )
+                elif (flags & INITIAL) != 0:
+                    do("ssd_state_read", T.address_of(acc[0]), T.address_of(initial_states[row, h, p0, n0]), w, P - p0, N - n0)
+                # A scout has no y warps, whose arrivals its first state warps make.
+                times = T.alloc_var("int32", init=T.if_then_else(wg == 1, 1 + scout, 1))
+                left = T.alloc_var("int32", init=seg_chunks)
                 for c in T.serial(count):
                     st = c % stages
                     at = base + st * stage_bytes
-                    kc = c % factors
-                    scal = base + o_scal + kc * SC
+                    scal = base + o_scal + c % slots * SC
                     slot = c % ring
-                    n = c + 1
-                    do("ssd_wait", base + o_sfree + 8 * slot, (c // ring + 1) % 2)
-                    copy = base + o_ring + slot * ring_bytes + n0 * 128
-                    do("ssd_state_handoff", copy, T.address_of(acc[0]), w, base + o_side + slot * 16, base + o_tops, wg - 1)
+                    if scout == 0:
+                        do("ssd_wait", base + o_sfree + 8 * slot, (c // ring + 1) % 2)
+                        copy = base + o_ring + slot * (NT * 128) + n0 * 128
+                        do("ssd_state_handoff", copy, T.address_of(acc[0]), w, base + o_side + slot * 16, base + o_tops, wg - 1)
+                    do("ssd_wait", base + o_made + 8 * st, c // stages % 2)
                     if safe:
-                        do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 1024), NS // 2)
-                        up = T.call_extern("float32", "ssd_lds", scal + 1028)
-                    do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + (768 + 63 * 4)), NS // 2)
-                    do("ssd_state_update", T.address_of(acc[0]), T.address_of(op[0]), at + 8192 + n0 * 128)
-                    do("ssd_proxy_fence")
-                    do("ssd_arrive_warp", base + o_sfull + 8 * slot)
-                    # The next chunk's operand is made while the product runs. The wait that follows must not be made conditional:
-                    # ptxas then reuses the registers of an operand that is still being read.
-                    if n < count:
-                        do("ssd_wait", base + o_full + 8 * (n % stages), n // stages % 2)
-                        do("ssd_wait", base + o_cfull + 8 * (n % factors), n // factors % 2)
-                        ahead = base + n % stages * stage_bytes
-                        do("ssd_state_operand", T.address_of(nextop[0]), ahead, base + o_scal + n % factors * SC, w)
+                        do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 516), NS // 2)
+                    do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 512), NS // 2)
+                    do("ssd_state_update", T.address_of(acc[0]), at + o_xw, at + o_B + n0 * 128)
+                    if scout == 0:
+                        do("ssd_proxy_fence")
+                        do("ssd_arrive_warp", base + o_sfull + 8 * slot)
                     do("SSD_WAIT", 0)
                     do("ssd_landed", T.address_of(acc[0]), NS // 2)
-                    do("ssd_held", T.address_of(op[0]))
-                    do("ssd_arrive_warp", base + o_free + 8 * st)
-                    do("ssd_arrive_warp", base + o_cfree + 8 * kc)
                     if safe:
-                        do("ssd_scale", T.address_of(acc[0]), up, NS // 2)
-                    do("ssd_copy", T.address_of(op[0]), T.address_of(nextop[0]))
-                if seg + 1 < segs:
-                    do(
-                        "ssd_carry_out",
-                        T.address_of(carry[chain, (wg - 1) * (64 * NS)]),
-                        T.address_of(acc[0]),
-                        T.address_of(sync[1 + (chain * SW + wg - 1) * 4 + w]),
-                        seg + 1,
-                    )
-                else:
-                    do("ssd_state_write", T.address_of(final_states[b, h, p0, n0]), T.address_of(acc[0]), w, P - p0, N - n0)
+                        do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 520), NS // 2)
+                    do("ssd_arrive_times", base + o_free + 8 * st, times)
+                    left = left - 1
+                    if left == 0:
+                        # The end of a segment: the next one's start, unless a scout goes ahead of this CTA.
+                        left = seg_chunks
+                        seg = seg + 1
+                        if (seg < segs) & (scout >= scouts):
+                            do(
+                                "ssd_carry_out",
+                                T.address_of(carry[chain * parts + seg, (wg - 1) * (64 * NS)]),
+                                T.address_of(acc[0]),
+                                T.address_of(sync[1 + (chain * SW + wg - 1) * 4 + w]),
+                                seg,
+                            )
+                if last > 0:
+                    do("ssd_state_write", T.address_of(final_states[row, h, p0, n0]), T.address_of(acc[0]), w, P - p0, N - n0)
             else:
                 cb = T.alloc_local((32,), "float32")
                 out = T.alloc_local((32,), "float32")
                 m = T.alloc_local((16,), "uint32")
+                q = T.alloc_local((16,), "float32")
+                l = T.alloc_local((2,), "float32")
+                zr = T.alloc_local((16,), "uint32")
                 scale = T.alloc_local((2,), "float32")
+                took = T.alloc_local((32 if y_float32 else 16,), "float32" if y_float32 else "uint32")
                 yw = T.alloc_var("int32", init=wg - SW - 1)
-                for i in T.serial(T.truncdiv(count - yw + (ny - 1), ny)):
+                rounds = T.alloc_var("int32", init=T.if_then_else(scout > 0, 0, T.truncdiv(count - yw + (ny - 1), ny)))
+                never = T.alloc_var("int32", init=T.if_then_else(count < 0, 1, 0))
+                for i in T.serial(rounds):
                     c = i * ny + yw
                     st = c % stages
                     at = base + st * stage_bytes
-                    kc = c % factors
-                    scal = base + o_scal + kc * SC
+                    scal = base + o_scal + c % slots * SC
                     slot = c % ring
-                    mine = base + o_ring + slot * ring_bytes + w * 4096
                     do("ssd_wait", base + o_full + 8 * st, c // stages % 2)
-                    do("ssd_mma_kmajor", T.address_of(cb[0]), at + o_C, at + 8192)
+                    do("ssd_wait", base + o_cfull + 8 * st, c // stages % 2)
+                    do("ssd_mma_kmajor", T.address_of(cb[0]), at + o_C, at + o_B)
                     if i > 0:
-                        do("ssd_y_sent", base + o_sfree + 8 * ((c - ny) % ring))
+                        do("ssd_proxy_fence")
+                        do("ssd_arrive_warp", base + o_staged + 8 * ((c - ny) % stages))
+                    do("ssd_wait", base + o_made + 8 * st, c // stages % 2)
+                    do("ssd_pairs", T.address_of(q[0]), T.address_of(l[0]), scal, w)
                     do("ssd_wait", base + o_sfull + 8 * slot, c // ring % 2)
-                    do("ssd_mma_kmajor", T.address_of(out[0]), at + o_C, base + o_ring + slot * ring_bytes)
-                    do("ssd_wait", base + o_cfull + 8 * kc, c // factors % 2)
+                    do("ssd_mma_kmajor", T.address_of(out[0]), at + o_C, base + o_ring + slot * (NT * 128))
                     do("SSD_WAIT", 1)
                     do("ssd_landed", T.address_of(cb[0]), 32)
-                    do("ssd_weights", T.address_of(m[0]), T.address_of(cb[0]), scal, w, T.address_of(scale[0]))
+                    do(
+                        "ssd_weights",
+                        T.address_of(m[0]),
+                        T.address_of(cb[0]),
+                        T.address_of(q[0]),
+                        T.address_of(l[0]),
+                        scal,
+                        w,
+                        T.address_of(scale[0]),
+                    )
                     do("SSD_WAIT", 0)
                     do("ssd_landed", T.address_of(out[0]), 32)
-                    do("ssd_rows_scale", T.address_of(out[0]), scal, w, T.address_of(scale[0]), base + o_side + slot * 16)
+                    do("ssd_rows_scale", T.address_of(out[0]), T.address_of(l[0]), T.address_of(scale[0]), base + o_side + slot * 16)
+                    do("ssd_arrive_warp", base + o_sfree + 8 * slot)
                     do("ssd_mma_mx", T.address_of(out[0]), T.address_of(m[0]), at)
-                    do("ssd_arrive_warp", base + o_cfree + 8 * kc)
+                    if (flags & GATE) != 0:
+                        s0 = t0 + c * 64
+                        h1 = T.alloc_var("int32", init=T.call_extern("int32", "ssd_here", h))
+                        b1 = T.alloc_var("int32", init=T.call_extern("int32", "ssd_here", b))
+                        do("ssd_gate_load", T.address_of(zr[0]), T.address_of(z[b1, s0, h1, p0]), z.strides[1], w, t1 - s0, P - p0)
                     do("SSD_WAIT", 0)
                     do("ssd_landed", T.address_of(out[0]), 32)
-                    do("ssd_held", T.address_of(m[0]))
+                    do("ssd_held", T.address_of(m[0]), 16, never)
+                    do("ssd_rows_unscale", T.address_of(out[0]), T.address_of(scale[0]))
+                    if (flags & SKIP) != 0:
+                        h2 = T.alloc_var("int32", init=T.call_extern("int32", "ssd_here", h))
+                        do("ssd_skip", T.address_of(out[0]), T.address_of(D[h2, p0]), T.cast(D.strides[1], "int32"), at, w, P - p0)
+                    if (flags & GATE) != 0:
+                        do("ssd_gate", T.address_of(out[0]), T.address_of(zr[0]))
                     do("ssd_arrive_warp", base + o_free + 8 * st)
-                    # The copy of the state has been read: its place takes the rows of y.
+                    do("ssd_y_take", T.address_of(took[0]), T.address_of(out[0]))
                     do("ssd_y_together", 2 + yw)
-                    do("ssd_y_stage", T.address_of(out[0]), mine, T.address_of(scale[0]))
-                    do("ssd_y_send", out_tiles(y), mine, p0, P, h, (first + c) * 64 + w * 16, b)
-                do("ssd_y_finish")
+                    do("ssd_y_stage", T.address_of(took[0]), at + o_C + w * 2048)
+                if rounds > 0:
+                    c_end = (rounds - 1) * ny + yw
+                    s_end = t0 + c_end * 64
+                    if s_end + 64 <= t1:
+                        do("ssd_proxy_fence")
+                        do("ssd_arrive_warp", base + o_staged + 8 * (c_end % stages))
+                    else:
+                        mine = base + c_end % stages * stage_bytes + o_C + w * 2048
+                        r_end = s_end + w * 16
+                        do("ssd_y_plain", mine, T.address_of(y[b, r_end, h, p0]), T.cast(H, "int64") * P, t1 - r_end, P - p0)
 
     return k.complete(fused_main)

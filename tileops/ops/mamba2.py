@@ -118,7 +118,7 @@ class Mamba2FwdOp(Op):
     def kernels(self) -> list[tuple[str, dict[str, Value]]]:
         Q = self.chunk_size
         return [
-            ("fused_main", {"softplus": self.dt_softplus}),
+            ("fused_main", {"y_float32": True}),
             ("fused_clear", {}),
             ("chunk_cumsum", {"Q": Q, "out_dtype": "float32", "softplus": self.dt_softplus}),
             ("chunk_coupling", {"Q": Q}),
