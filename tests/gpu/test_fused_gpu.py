@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import recurrence
 import torch
 from ssd_cases import TOLERANCE, Case, Inputs, close, inputs
 
 from tileops.mamba import Mamba2FwdOp
-from tileops.ops._fused import segments
+from tileops.ops._fused import Extras, cut, plan_fused
+from tileops.ops._planner import Plan, Planner
 
 pytestmark = pytest.mark.gpu
 
@@ -80,7 +84,7 @@ def test_segments_change_no_bit():
     given = inputs(Case(4, 2048, 80, 64, 128, 1, 256), BF16, DEVICE)
     op = Mamba2FwdOp(256)
     y, final = call(op, *arguments(given))
-    assert segments(320, 32, torch.cuda.get_device_properties(0).multi_processor_count)[0] > 1
+    assert cut(320, 32, torch.cuda.get_device_properties(0).multi_processor_count).segs > 1
     assert steps(op) == ["fused_clear", "fused_main"]
     for b in range(4):
         one = slice(b, b + 1)
@@ -114,3 +118,80 @@ def test_a_captured_call_replays():
             t.fill_(float("nan"))
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+def test_scouts_change_no_bit():
+    # Alone, a sequence of 12 heads is cut and scouted; 12 of them are 144 chains, which are not.
+    given = inputs(Case(12, 2048, 12, 64, 128, 1, 256), BF16, DEVICE)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    assert cut(12, 32, sms).scouts and not cut(144, 32, sms).scouts
+    y, final = call(Mamba2FwdOp(256), *arguments(given))
+    for b in (0, 11):
+        one = slice(b, b + 1)
+        op = Mamba2FwdOp(256)
+        row = call(op, given.x[one], given.dt[one], given.A, given.B[one], given.C[one], given.dt_bias, given.initial_states[one])
+        assert steps(op) == ["fused_clear", "fused_main"]
+        assert torch.equal(row[0], y[one]) and torch.equal(row[1], final[one])
+
+
+def planned(*five_and_options, D=None, z=None, cu_seqlens=None, y_dtype=torch.float32):
+    """x, dt, A, B, C, dt_bias, initial_states and what no op passes on yet; outputs are filled with NaN first."""
+    tensors = [*five_and_options, D, z, cu_seqlens]
+    p = Planner(tensors, tensors[0].device)
+    extras = Extras(D=p.slots[7], z=p.slots[8], cu_seqlens=p.slots[9], y_dtype=y_dtype)
+    plan = Plan(p, plan_fused(p, *p.slots[:7], extras, dt_softplus=True, dt_min=0.0, dt_max=math.inf))
+
+    def run(*given):
+        return plan.run(given)
+
+    return call(run, *tensors)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("P", "N"), [(64, 128), (80, 64), (128, 256)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("columns", [0, 1, 2])
+def test_skip_and_gate(columns, gated, P, N, dtype):
+    given = inputs(Case(2, 200, 4, P, N, 2, 256), dtype, DEVICE)
+    D = None if columns == 0 else torch.randn((4, P)[:columns], device=DEVICE)
+    z = torch.randn(given.x.shape, device=DEVICE).to(dtype) if gated else None
+    y, final = planned(*arguments(given), D=D, z=z)
+    true_y, true_final = recurrence.mamba2(*given.all)
+    if D is not None:
+        true_y = true_y + (D if columns == 2 else D[:, None]).double() * given.x.double()
+    if z is not None:
+        true_y = true_y * torch.nn.functional.silu(z.double())
+    close(y, true_y, TOLERANCE[dtype], "y")
+    close(final, true_final, TOLERANCE[dtype], "final_states")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_y_in_the_dtype_of_x_is_the_rounded_y(dtype):
+    given = inputs(Case(2, 200, 4, 64, 128, 2, 256), dtype, DEVICE)
+    y, final = planned(*arguments(given))
+    half, same = planned(*arguments(given), y_dtype=dtype)
+    assert half.dtype == dtype and torch.equal(half, y.to(dtype)) and torch.equal(same, final)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("P", "N"), [(64, 128), (48, 64), (128, 256)])
+def test_packed_sequences_are_those_alone_whatever_is_beside_them(P, N, dtype):
+    ends = [0, 1, 70, 70, 200, 328, 400]
+    given = inputs(Case(1, 400, 4, P, N, 2, 256), dtype, DEVICE)
+    initial = torch.randn(6, 4, P, N, device=DEVICE)
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    x, dt, A, B, C = given.five
+    y, final = planned(x, dt, A, B, C, given.dt_bias, initial, cu_seqlens=cu_seqlens)
+    assert not torch.isnan(y).any()
+    for number, (start, end) in enumerate(itertools.pairwise(ends)):
+        if start == end:
+            assert torch.equal(final[number], initial[number])
+            continue
+        own = slice(start, end)
+        alone = planned(x[:, own], dt[:, own], A, B[:, own], C[:, own], given.dt_bias, initial[number : number + 1])
+        beside = [torch.full_like(t, math.nan) for t in (x, dt, B, C)]
+        for t, source in zip(beside, (x, dt, B, C)):
+            t[:, own] = source[:, own]
+        among = planned(*beside[:2], A, *beside[2:], given.dt_bias, initial, cu_seqlens=cu_seqlens)
+        for got in ((y, final), among):
+            assert torch.equal(got[0][:, own], alone[0]) and torch.equal(got[1][number], alone[1][0])
