@@ -43,7 +43,7 @@ class Mamba2FwdOp(Op):
         y[t, h, p]    = (y[t, h, p] + D[h, p] * x[t, h, p]) * z[t, h, p] * sigmoid(z[t, h, p])         each only where it is passed
 
     It is computed in chunks: on CUDA by one kernel where there is one (sm_90a, rows of x, B and C 16-byte aligned, no dimension
-    of them expanded, no seq_idx or cu_seqlens), else as SSDChunkCumsum, SSDChunkCoupling, SSDChunkState, SSDStatePassing,
+    of them expanded, no seq_idx), else as SSDChunkCumsum, SSDChunkCoupling, SSDChunkState, SSDStatePassing,
     SSDChunkScan in this order, with dt and states in float32 between them. The interface matches mamba_ssm's
     mamba_chunk_scan_combined, except that final_states is always returned. A feature that is not asked for launches nothing.
 
@@ -65,7 +65,8 @@ class Mamba2FwdOp(Op):
     Source: Dao and Gu, "Transformers are SSMs", 2024 (arXiv 2405.21060), sections 6 and 7.
     Targets: any layout. On CUDA views whose last dimension is contiguous (slices of one projection) are read in place,
     fastest where rows are 16-byte aligned; a tensor whose last dimension is strided is copied at each call, and so are
-    initial_states that are not contiguous and 16-byte aligned. D, z, out and out_dtype cost one more pass over y. The reference
+    initial_states that are not contiguous and 16-byte aligned, and a z whose rows are not. Where one kernel serves, D, z, out_dtype and a
+    contiguous, 16-byte aligned out cost no pass of their own; another out, and the stages, cost one more pass over y. The reference
     reads cu_seqlens and seq_idx on the host.
 
     Args:
