@@ -31,7 +31,7 @@ from tileops.kernels import _common
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
-_SCALARS = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
+SCALARS = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 
 
 #: Removed when the interpreter ends.
@@ -39,7 +39,7 @@ _folder = tempfile.TemporaryDirectory(prefix="tileops-tile-", ignore_cleanup_err
 
 
 @functools.cache
-def _build(kernel: str, fields: tuple[tuple[str, Any], ...], chosen: tuple[tuple[str, int], ...]) -> tuple[Any, list[Any]]:
+def build(kernel: str, fields: tuple[tuple[str, Any], ...], chosen: tuple[tuple[str, int], ...] = ()) -> tuple[Any, list[Any]]:
     if COMPILER is None:
         pytest.skip("no C++ compiler (g++ or clang++) on PATH; tile programs cannot be executed on the CPU")
     module = importlib.import_module(f"tileops.kernels.{kernel}")
@@ -78,7 +78,7 @@ def scheduled(**values: int) -> Iterator[None]:
 
 def run(kernel: str, fields: dict[str, Any], tensors: dict[str, np.ndarray], **scalars: float) -> None:
     """Calls ``kernel`` in place on ``tensors``; parameters are bound by name as a record binds them."""
-    function, params = _build(kernel, tuple(sorted(fields.items())), tuple(sorted(_chosen.items())))
+    function, params = build(kernel, tuple(sorted(fields.items())), tuple(sorted(_chosen.items())))
     sizes: dict[str, Any] = dict(scalars)
     for name, tensor in tensors.items():
         for dim, stride in enumerate(tensor.strides):
@@ -90,7 +90,7 @@ def run(kernel: str, fields: dict[str, Any], tensors: dict[str, np.ndarray], **s
             values.append(ctypes.c_void_p(tensors[p.bind].ctypes.data))
         else:
             value = sizes[p.bind] if p.kind == "float32" else expr.evaluate(p.bind, sizes)
-            values.append(_SCALARS[p.kind](value))
+            values.append(SCALARS[p.kind](value))
     assert function(*values) == 0
 
 

@@ -33,7 +33,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy(place, copy / name)
     writer = PackagedWriter(copy / "artifacts")
     for tied in (False, True):
-        writer.add(helpers_store.artifact(catalog.config("recurrent", "sm_90a", P=64, N=128, dtype="bfloat16", tied=tied)))
+        writer.add(
+            helpers_store.artifact(catalog.config("recurrent", "sm_90a", P=64, N=128, dtype="bfloat16", state_dtype="float32", tied=tied))
+        )
     writer.finish()
     for litter in (
         "artifacts/.build.lock",

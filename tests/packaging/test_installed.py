@@ -93,7 +93,8 @@ def test_packaged_kernels_are_found_where_they_were_installed(installed):
     code = """
 from tileops import catalog, store
 for tied in (False, True):
-    found = store.find(catalog.config("recurrent", "sm_90a", P=64, N=128, dtype="bfloat16", tied=tied), policy="packaged")
+    config = catalog.config("recurrent", "sm_90a", P=64, N=128, dtype="bfloat16", state_dtype="float32", tied=tied)
+    found = store.find(config, policy="packaged")
     assert found.kind == "packaged" and found.artifact is not None, found.trace
 root = next(r for r in store.roots() if r.kind == "packaged")
 print(root.path, len(list(root.entries())), len(list(root.verify())))
@@ -107,7 +108,8 @@ print(root.path, len(list(root.entries())), len(list(root.verify())))
 def test_a_miss_says_what_to_do_and_compiles_nothing(installed):
     code = """
 from tileops import catalog, store
-print(store.missing_error(store.find(catalog.config("recurrent", "sm_90a", P=128, N=128, dtype="bfloat16", tied=True))))
+config = catalog.config("recurrent", "sm_90a", P=128, N=128, dtype="bfloat16", state_dtype="float32", tied=True)
+print(store.missing_error(store.find(config)))
 """
     done = run(installed, "python", "-c", code)
     assert done.returncode == 0, done.stderr

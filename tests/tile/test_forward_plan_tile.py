@@ -39,21 +39,21 @@ class TilePlanner(_planner.Planner):
     def launch(self, kernel: str, values: Any, tensors: Any, dims: Any, floats: Any = None) -> None:
         if 0 in dims.values():
             return
-        function, params = helpers_tile._build(kernel, tuple(sorted(values.items())))
+        function, params = helpers_tile.build(kernel, tuple(sorted(values.items())))
         sizes = {**dims, **(floats or {})}
         for name, slot in tensors.items():
             strides = [0] * 6 if slot is None else [s if n > 1 else 0 for n, s in zip(slot.shape, slot.stride)]
             sizes.update((f"{name}.stride{i}", s) for i, s in enumerate(strides))
 
-        def step(memory: Any, starts: Any, stream: Any) -> None:
+        def step(memory: Any, stream: Any) -> None:
             arguments = []
             for p in params:
                 if p.kind == "pointer":
                     slot = tensors[p.bind]
-                    arguments.append(ctypes.c_void_p(0 if slot is None else starts[slot.base] + slot.offset))
+                    arguments.append(ctypes.c_void_p(0 if slot is None else memory[slot.base].data_ptr() + slot.offset))
                 else:
                     value = sizes[p.bind] if p.kind == "float32" else expr.evaluate(p.bind, sizes)
-                    arguments.append(helpers_tile._SCALARS[p.kind](value))
+                    arguments.append(helpers_tile.SCALARS[p.kind](value))
             assert function(*arguments) == 0
 
         step.kernel = kernel  # type: ignore[attr-defined]
@@ -72,10 +72,9 @@ def forward(op: Mamba2FwdOp, *args: Any, kernels: list[str] | None = None, **fea
     for index in planner.densify:
         tensors[index] = tensors[index].clone(memory_format=torch.contiguous_format)
     results = [torch.full(shape, math.nan, dtype=dtype) for shape, dtype in planner.outputs]
-    memory = [*tensors, *results, torch.full((planner.workspace_bytes,), 255, dtype=torch.uint8), None]
-    starts = [0 if t is None else t.data_ptr() for t in memory]
+    memory = [*tensors, *results, torch.full((planner.workspace_bytes,), 255, dtype=torch.uint8)]
     for step in planner.steps:
-        step(memory, starts, None)
+        step(memory, None)
     if kernels is not None:
         kernels += [getattr(step, "kernel", "fill") for step in planner.steps]
     return tuple(memory[slot.base] for slot in outputs)
