@@ -49,7 +49,9 @@ def test_state_at_the_end_of_each_chunk(Q: int, P: int, N: int, S: int, H: int, 
     np.testing.assert_allclose(launch(*case), recurrence(*case), atol=3e-5)
 
 
-@pytest.mark.parametrize(("P", "chosen"), [(32, {"stages": 4}), (64, {"rows": 128, "stages": 1}), (80, {"rows": 128, "slab": 32})], ids=str)
+@pytest.mark.parametrize(
+    ("P", "chosen"), [(32, {"stages": 4}), (64, {"rows": 128, "stages": 1}), (80, {"rows": 128, "slab": 32}), (48, {"slab": 16})], ids=str
+)
 def test_other_schedules(P: int, chosen: dict[str, int]) -> None:
     case = inputs(128, P, 48, 300, 6, 2)  # three heads a group, two or four in a CTA where P divides its rows
     with scheduled(**chosen):

@@ -18,7 +18,9 @@ PASS_CONFIGS = k.BY_HAND
 
 def schedule(arch: str, **fields: Any) -> dict[str, int]:
     """``rows`` x N of a state a CTA, ``slab`` tokens at a time in ``stages`` buffers; registers for ``ctas`` CTAs an SM."""
-    return {"rows": 64, "slab": 64, "stages": 2, "ctas": 1}
+    # Narrow loads are all in registers at once; without wgmma, whose operands are not, that is too much for 64 tokens.
+    slab = 64 if fields["aligned"] or arch == "sm_90a" else 16 if arch == "sm_100a" else 32
+    return {"rows": 64, "slab": slab, "stages": 2, "ctas": 1}
 
 
 def candidates(arch: str, **fields: Any) -> list[dict[str, int]]:
