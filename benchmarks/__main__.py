@@ -37,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.verb == "run":
         out = args.out or RESULTS / f"{time.strftime('%Y-%m-%d')}-{'h200' if args.device != 'cpu' else 'cpu'}.json"
+        if args.out is None and out.exists():
+            print(f"{out} is there already: name another with --out.", file=sys.stderr)
+            return 2
         data = runner.run(args.suite or shapes.SUITES, args.peers, out, device=args.device, jobs=args.jobs, only=args.only)
         print(f"{len(data['rows'])} rows in {data['seconds']['all']:.0f} s, {out}")
         return 0

@@ -1,4 +1,4 @@
-"""A result as Markdown. Figures in README and docs come from here, none is typed by hand."""
+"""A result as Markdown. The figures of README come from here."""
 
 from __future__ import annotations
 

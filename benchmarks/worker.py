@@ -103,7 +103,7 @@ def prepare(adaptor: Any, spec: Spec, device: str, share: list[int] | None) -> d
 
 
 def machine(device: str) -> dict[str, Any]:
-    about: dict[str, Any] = {"cpus": os.cpu_count(), "system": platform.platform(), "gpu": None}
+    about: dict[str, Any] = {"cpus": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}", "gpu": None}
     if device != "cpu":
         properties = torch.cuda.get_device_properties(0)
         about.update(

@@ -33,13 +33,14 @@ D_INNER = HEADS * HEAD_DIM
 D_XBC = D_INNER + 2 * D_STATE
 
 #: The variants that this block asks for (one group, 16-byte aligned views, a dt_bias, no initial states); see build_kernels/matrix.py.
-WANTED = (
+DECODE = ("recurrent state_dtype=float32 tied=True",)
+ONE_KERNEL = ("fused_main y_float32=True", "fused_clear")
+STAGES = (
     "chunk_cumsum out_dtype=float32 softplus=True has_bias=True",
     "chunk_coupling aligned=True",
     "chunk_state dt_dtype=float32 has_seq_idx=False aligned=True",
     "state_passing has_initial_states=False",
     "chunk_scan dt_dtype=float32 aligned=True",
-    "recurrent state_dtype=float32 tied=True",
 )
 
 #: Largest relative error, in norm: the tensor cores' operands are rounded to bfloat16, which costs about 2e-3.
@@ -148,7 +149,8 @@ def prepare(arch: str, jobs: int | None) -> tuple[list[KernelConfig], bool]:
     from build_kernels import building, matrix
     from tileops.compiler import pool
 
-    configs = matrix.select(MODEL.kernels([arch]), WANTED)
+    prefill = ONE_KERNEL if catalog.exists("fused_main", arch) else STAGES
+    configs = matrix.select(MODEL.kernels([arch]), (*prefill, *DECODE))
     start = time.perf_counter()
     where, reason = compiler.toolchain.find()
     if where is None:

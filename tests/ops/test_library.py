@@ -54,3 +54,21 @@ def test_features_and_out_are_traced_too():
     torch.library.opcheck(
         torch.ops.tileops.mamba2_fwd.default, (x, dt, A, B, C, bias), {"D": D, "z": z, "out": other, **library_options(op)}
     )
+
+
+def test_report_75_inputs_that_require_grad_are_refused_under_compile_too():
+    op, arguments = calls("cpu")["Mamba2FwdOp"]
+    given = copies(arguments)
+    given[0] = given[0].float().requires_grad_()
+    given[3], given[4] = given[3].float(), given[4].float()
+    torch._dynamo.reset()
+    traced = torch.compile(op.forward, backend="aot_eager")
+    with pytest.raises(Exception, match=r"requires grad, and this op is forward only"):
+        traced(*given)
+    with torch.no_grad():
+        assert torch.isfinite(traced(*given)[0]).all()
+
+
+def test_written_arguments_have_alias_sets_of_their_own():
+    schema = str(torch.ops.tileops.ssd_recurrent_fwd.default._schema)
+    assert "Tensor(a!) state" in schema and "Tensor(b!)? out" in schema

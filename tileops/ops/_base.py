@@ -56,6 +56,10 @@ class Op:
     def forward(self, *args: Any, **kwargs: Any) -> Result:
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles start without plans: those hold this process's handles."""
+        return {**self.__dict__, "_plans": {}}
+
     def __repr__(self) -> str:
         return f"{self.op_name}({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
 
@@ -98,6 +102,8 @@ class Op:
     def _run(self, *tensors: Tensor | None) -> Result:
         """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order, then ``features``."""
         if torch.compiler.is_compiling():
+            if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+                raise ValueError(f"{self.op_name}: an input requires grad, and this op is forward only; call it under torch.no_grad().")
             return self.library_call(*tensors)
         try:
             key = (_signature(tensors), torch.is_grad_enabled(), targets.default())

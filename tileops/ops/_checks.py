@@ -165,13 +165,17 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
+#: Largest float32.
+_MOST = 3.4028234663852886e38
+
+
 def limit(name: str, value: Any) -> float:
-    """A constructor's clamp bound. Raises TypeError for anything but a number, ValueError for NaN."""
+    """A constructor's clamp bound; infinite beyond float32. Raises TypeError for anything but a number, ValueError for NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}.")
     if math.isnan(value):
         raise ValueError(f"{name}: expected a number, got nan.")
-    return float(value)
+    return float(value) if abs(value) <= _MOST else math.copysign(math.inf, value)
 
 
 def step_limits(name: str, value: Any) -> tuple[float, float]:

@@ -88,14 +88,18 @@ def _cut(n: int, chunks: int, scouts: bool = False) -> Cut:
 
 def _scouted_time(chains: int, cut: Cut, sms: int) -> float:
     """When the last CTA ends, if SMs take scouts, then all chains' first segments, and so on."""
-    free = [0.0] * sms
     ahead = _SCOUT * cut.seg_chunks
-    for _ in range(chains):
-        heapq.heapreplace(free, free[0] + _START + (cut.segs - 1) * ahead)
-    for seg in range(cut.segs):
-        for _ in range(chains):
-            heapq.heapreplace(free, max(free[0], seg * ahead) + _START + cut.seg_chunks)
-    return _TICKETS + max(free)
+    free = [(0.0, sms)]  # a heap of (time, how many SMs are free from then on)
+    for start, length in [(0.0, (cut.segs - 1) * ahead), *((seg * ahead, float(cut.seg_chunks)) for seg in range(cut.segs))]:
+        left = chains
+        while left:
+            time, count = heapq.heappop(free)
+            taken = min(count, left)
+            left -= taken
+            if count > taken:
+                heapq.heappush(free, (time, count - taken))
+            heapq.heappush(free, (max(time, start) + _START + length, taken))
+    return _TICKETS + max(time for time, _ in free)
 
 
 def plan_fused(

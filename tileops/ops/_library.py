@@ -89,4 +89,6 @@ def _without(out: torch.Tensor | None, result: Any) -> Any:
 
 def _tensor_type(cls: type[Op], parameter: inspect.Parameter) -> str:
     kind = _TYPES[parameter.annotation]
-    return kind.replace("Tensor", "Tensor(a!)") if parameter.name in cls.mutated else kind
+    if parameter.name not in cls.mutated:
+        return kind
+    return kind.replace("Tensor", f"Tensor({chr(ord('a') + cls.mutated.index(parameter.name))}!)")

@@ -22,11 +22,6 @@ from tileops.ops import _resolve
 _WORKSPACE_ALIGNMENT = 256
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``bfloat16``, as configs spell it."""
-    return str(dtype).removeprefix("torch.")
-
-
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides in elements of a contiguous tensor of this shape."""
     strides = [1]

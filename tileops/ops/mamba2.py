@@ -54,7 +54,8 @@ class Mamba2FwdOp(Op):
     sequence, be it NaN. The values stay on the device, so a call can be captured in a CUDA graph and replayed with others;
     values that are out of order or beyond seqlen are clamped and cannot make a kernel leave its tensors. On the stages the
     pack is laid out anew at each call, each sequence in whole chunks: memory and time are those of up to
-    seqlen + n_seqs * chunk_size tokens, so prefer a small chunk_size for many short sequences.
+    seqlen + n_seqs * chunk_size tokens, whether or not a sequence is empty (cu_seqlens padded for a captured graph: 256 sequences of
+    chunk_size 256 are 65536 tokens), so prefer a small chunk_size for many short sequences.
 
     ``seq_idx``: a token whose seq_idx differs from that of the token before it begins a sequence, from a state of 0. The row's
     first sequence begins from initial_states (whatever its index: mamba_ssm wants it to be 0), and final_states is the state
@@ -163,7 +164,7 @@ class Mamba2FwdOp(Op):
     @staticmethod
     def empty(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *rest: Any, out_dtype: torch.dtype | None, **_: Any) -> tuple[Tensor, Tensor]:
         cu_seqlens = rest[6]
-        chains = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        chains = x.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 0)
         y = x.new_empty(x.shape, dtype=out_dtype or torch.float32)
         return y, x.new_empty((chains, *x.shape[2:], B.shape[3]), dtype=torch.float32)
 
@@ -215,7 +216,7 @@ class Mamba2FwdOp(Op):
     def kernels(self) -> list[tuple[str, dict[str, Value]]]:
         Q = self.chunk_size
         return [
-            ("fused_main", {} if self.out_dtype is None else {"y_float32": self.out_dtype == torch.float32}),
+            ("fused_main", {}),
             ("fused_clear", {}),
             ("pack_rest", {}),
             ("chunk_cumsum", {"Q": Q, "out_dtype": "float32", "softplus": self.dt_softplus}),
