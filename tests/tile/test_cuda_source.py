@@ -138,6 +138,14 @@ def test_tensor_maps_are_those_of_the_program() -> None:
     assert lowered("chunk_scan").tensormaps == {}
 
 
+def test_flags_mean_the_same_to_the_op_and_to_the_kernel() -> None:
+    from tileops.kernels import fused_main
+    from tileops.ops import _fused
+
+    names = ("SOFTPLUS", "BIAS", "INITIAL", "SKIP", "GATE", "PACKED", "SCOUTS", "ALWAYS")
+    assert [getattr(fused_main, name) for name in names] == [getattr(_fused, name) for name in names]
+
+
 @pytest.mark.parametrize("tied", catalog.BOOLS)
 @pytest.mark.parametrize("state_dtype", ["float32", *catalog.DTYPES])
 def test_optional_tensors_are_passed_on_to_be_tested_and_never_indexed(state_dtype: str, tied: bool) -> None:
