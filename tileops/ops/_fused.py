@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tileops.ops import _checks
-from tileops.ops._layout import WIDE, packed, rows
+from tileops.ops._layout import WIDE, expanded, packed, rows
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
@@ -160,7 +160,7 @@ def plan_fused(
             "Cm": C,
             "dt_bias": None if dt_bias is None else packed(p, dt_bias),
             "initial_states": None if initial is None else packed(p, initial),
-            "D": None if D is None else _per_element(D, head_dim),
+            "D": None if D is None else expanded(D, (heads, head_dim)),
             "z": None if z is None else rows(p, z),
             "cu_seqlens": cu_seqlens,
             "carry": carry,
@@ -182,8 +182,3 @@ def plan_fused(
         {"dt_min": dt_min, "dt_max": dt_max},
     )
     return final_states
-
-
-def _per_element(D: Slot, head_dim: int) -> Slot:
-    """A skip per head as one per element, by a stride of 0."""
-    return D if len(D.shape) == 2 else replace(D, shape=(*D.shape, head_dim), stride=(*D.stride, 0))
