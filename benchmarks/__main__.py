@@ -1,4 +1,4 @@
-"""``python -m benchmarks run | compare | table``: see docs/benchmarks.md."""
+"""``python -m benchmarks run | compare | table | portable``: see docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ def parser() -> argparse.ArgumentParser:
     show = verbs.add_parser("table", help="a result as Markdown, for README and docs")
     show.add_argument("file", metavar="FILE", type=Path)
     show.add_argument("--suite", choices=shapes.SUITES, action="append", help="may be repeated (default: all)")
+    other = verbs.add_parser("portable", help="the programs that other archs run, on this GPU")
+    other.add_argument("root", nargs="+", metavar="NAME=ROOT", help="made by build_kernels --program-of; NAME= alone: this GPU's own")
+    other.add_argument("--out", metavar="FILE", type=Path, required=True)
     return p
 
 
@@ -47,6 +50,14 @@ def main(argv: list[str] | None = None) -> int:
         lines, worse = compare.compare(_load(args.before), _load(args.after), args.threshold)
         print("\n".join(lines))
         return 1 if worse else 0
+    if args.verb == "portable":
+        from benchmarks import portable
+
+        named = (root.partition("=") for root in args.root)
+        data = portable.run({name: Path(root) if root else None for name, _, root in named})
+        args.out.write_text(json.dumps(data, indent=1) + "\n")
+        print(portable.table(data))
+        return 0
     print(table.markdown(_load(args.file), args.suite or shapes.SUITES))
     return 0
 

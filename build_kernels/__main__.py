@@ -34,6 +34,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--jobs", metavar="N", type=_positive, help="processes (default: as many as cores and memory allow)")
     p.add_argument("--matrix", metavar="FILE", type=Path, default=matrix.DEFAULT, help="the matrix (default: build_kernels/matrix.toml)")
     p.add_argument("--out", metavar="DIR", type=Path, default=ARTIFACTS, help="where the kernels go (default: artifacts/)")
+    p.add_argument(
+        "--program-of",
+        metavar="ARCH",
+        choices=catalog.ARCHS,
+        help="compile for --arch what ARCH runs, into an --out of its own: a GPU at hand can then try another arch's programs",
+    )
     p.add_argument("--check", action="store_true", help="compile again, write nothing, compare bytes with what is in --out")
     p.add_argument("--list", action="store_true", help="print the kernels that would be built, compile nothing")
     p.add_argument("--timeout", metavar="SECONDS", type=_positive, default=600, help="for one kernel (default: 600)")
@@ -51,6 +57,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         archs = args.arch.split(",") if args.arch is not None else None
         configs = matrix.select(matrix.load(args.matrix, archs, args.model), args.only)
+        if args.program_of:
+            if args.out == ARTIFACTS or args.check or archs is None:
+                raise matrix.MatrixError("--program-of needs --arch and an --out other than artifacts/, and has no --check.")
+            configs = [config for config in configs if catalog.exists(config.kernel, args.program_of)]
     except (matrix.MatrixError, OSError) as error:
         print(f"build_kernels: {error}", file=sys.stderr)
         return 2
@@ -72,7 +82,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.check:
             report = building.check(configs, args.out, jobs=jobs, timeout=args.timeout, stream=stream)
         else:
-            report = building.build(configs, args.out, jobs=jobs, timeout=args.timeout, complete=complete, stream=stream)
+            report = building.build(
+                configs, args.out, jobs=jobs, timeout=args.timeout, complete=complete, program_of=args.program_of, stream=stream
+            )
     except OSError as error:
         print(f"build_kernels: {args.out} cannot be written: {error}.", file=sys.stderr)
         return 1

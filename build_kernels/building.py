@@ -36,7 +36,14 @@ class Report:
 
 
 def build(
-    configs: Sequence[KernelConfig], out: Path, *, jobs: int, timeout: float = 600.0, complete: bool = False, stream: TextIO | None = None
+    configs: Sequence[KernelConfig],
+    out: Path,
+    *,
+    jobs: int,
+    timeout: float = 600.0,
+    complete: bool = False,
+    program_of: str | None = None,
+    stream: TextIO | None = None,
 ) -> Report:
     """Compiles what ``out`` lacks and publishes it there, also after a failure or an interrupt.
 
@@ -50,6 +57,7 @@ def build(
         timeout: seconds for one kernel.
         complete: ``configs`` is the whole matrix: whatever else lies in ``out`` is removed, and with no failure
             ``digests.json`` is written.
+        program_of: the arch whose programs are compiled, for the configs' arch; None: their own.
         stream: where progress goes; None: nowhere.
 
     Raises:
@@ -63,20 +71,20 @@ def build(
     except Timeout:
         raise BlockingIOError(errno.EAGAIN, "another build is writing there; wait for it to end") from None
     try:
-        _build(report, out, jobs, timeout, complete, stream)
+        _build(report, out, jobs, timeout, complete, program_of, stream)
     finally:
         lock.release()
     return report
 
 
-def _build(report: Report, out: Path, jobs: int, timeout: float, complete: bool, stream: TextIO | None) -> None:
+def _build(report: Report, out: Path, jobs: int, timeout: float, complete: bool, program_of: str | None, stream: TextIO | None) -> None:
     configs = report.wanted
     writer = store.PackagedWriter(out)
     toolchain = compiler.toolchain_name()
     absent: list[KernelConfig] = []
     for config in configs:
         (report.present if writer.has(config, toolchain) else absent).append(config)
-    _run(report, absent, functools.partial(_compile_into, str(out)), jobs, timeout, stream)
+    _run(report, absent, functools.partial(_compile_into, str(out), program_of), jobs, timeout, stream)
     _publish(writer, report, complete)
 
 
@@ -121,9 +129,9 @@ def _is_current(record: Record) -> bool:
     return record.kernel in catalog.KERNELS and record.source == source_digest(record.kernel)
 
 
-def _compile_into(out: str, config: KernelConfig) -> Artifact:
+def _compile_into(out: str, program_of: str | None, config: KernelConfig) -> Artifact:
     """In a worker: compiles, and stages the artifact, flushed, before it is reported."""
-    artifact = compiler.build(config)
+    artifact = compiler.build(config, catalog.config(config.kernel, program_of, **config.fields) if program_of else None)
     store.PackagedWriter(out).add(artifact)
     return artifact
 

@@ -127,6 +127,19 @@ def test_a_second_build_compiles_nothing_and_changes_no_byte(built, matrix):
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in built.rglob("*.cubin")} == before
 
 
+def test_the_program_of_another_arch_is_compiled_for_this_one(tmp_path):
+    one = ("--arch", "sm_90a", "--model", "mamba2-130m", "--only", "chunk_coupling aligned=True")
+    own, portable = tmp_path / "own", tmp_path / "portable"
+    assert run(*one, "--out", own).returncode == 0
+    done = run(*one, "--program-of", "sm_80", "--out", portable)
+    assert done.returncode == 0, done.stderr
+    (mine,), (theirs,) = (list(PackagedRoot("site", str(out), str(out)).entries()) for out in (own, portable))
+    assert mine.key == theirs.key and mine.arch == theirs.arch == "sm_90a"
+    assert theirs.provenance["program"] == "sm_80" and "program" not in mine.provenance
+    assert mine.cubin_sha256 != theirs.cubin_sha256  # mma.sync where sm_90a has wgmma
+    assert run(*one, "--program-of", "sm_80").returncode == 2  # never into artifacts/
+
+
 def test_a_damaged_kernel_is_found_by_check_and_built_again(built, matrix, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(built, out)

@@ -31,8 +31,13 @@ def toolchain_name() -> str | None:
     return found.name if found else None
 
 
-def build(config: KernelConfig) -> Artifact:
+def build(config: KernelConfig, program: KernelConfig | None = None) -> Artifact:
     """Compiles one kernel.
+
+    Args:
+        config: the kernel.
+        program: instead, the program that another arch's config has, still compiled for ``config.arch``: a GPU at hand can then
+            run what other archs get (``python -m build_kernels portable``).
 
     Raises:
         CompileError: no compiler is installed, TileLang or the CUDA compiler refused, or the kernel needs more shared
@@ -46,9 +51,9 @@ def build(config: KernelConfig) -> Artifact:
 
     source = ""
     try:
-        lowered = lower(config)
+        lowered = lower(program or config)
         source = lowered.source
-        assembled = nvrtc.compile_cubin(source, config.arch, lowered.symbol, found)
+        assembled = nvrtc.compile_cubin(source, config.arch, lowered.symbol, found, _ptx_arch(program or config, config.arch))
     except Exception as error:
         raise _failure(config, source, error) from error
     smem = lowered.dynamic_smem + assembled.static_smem
@@ -79,6 +84,7 @@ def build(config: KernelConfig) -> Artifact:
             "compiler": found.name,
             "flags": [*flags.NVRTC_FLAGS, *flags.LINK_FLAGS],
             "passes": {k: flags.PASS_CONFIGS[k] for k in sorted(flags.PASS_CONFIGS)},
+            **({"program": program.arch} if program else {}),
             "tileops": VERSION,
         },
         tensormaps=lowered.tensormaps,
@@ -86,6 +92,15 @@ def build(config: KernelConfig) -> Artifact:
         schedule=dict(config.schedule),
     )
     return Artifact(record, assembled.cubin)
+
+
+def _ptx_arch(program: KernelConfig, arch: str) -> str:
+    """PTX for the program's own arch, where that came before ``arch``; else for the one that ``arch`` shares with later ones."""
+    return program.arch if program.arch == arch or _number(program.arch) < _number(arch) else arch.rstrip("a")
+
+
+def _number(arch: str) -> int:
+    return int(arch.removeprefix("sm_").rstrip("a"))
 
 
 def _failure(config: KernelConfig, source: str, error: Exception) -> CompileError:

@@ -41,9 +41,10 @@ class Assembled:
     spills: int
 
 
-def compile_cubin(source: str, arch: str, symbol: str, toolchain: Toolchain) -> Assembled:
-    """Compiles ``source`` for ``arch`` (``sm_90a``). Raises CompilerLog with the compiler's words."""
-    return _assemble(prune_globals(_to_ptx(source, arch, toolchain)), arch, symbol, toolchain.nvjitlink)
+def compile_cubin(source: str, arch: str, symbol: str, toolchain: Toolchain, ptx_arch: str) -> Assembled:
+    """Compiles ``source`` for ``arch`` (``sm_90a``), by way of PTX for ``ptx_arch``, the same or one that came before. Raises
+    CompilerLog with the compiler's words."""
+    return _assemble(prune_globals(_to_ptx(source, ptx_arch, toolchain)), arch, symbol, toolchain.nvjitlink)
 
 
 def prune_globals(ptx: str) -> str:
