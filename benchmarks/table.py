@@ -42,7 +42,8 @@ def _peers(rows: list[dict[str, Any]], key: str) -> list[str]:
 def _measured(rows: list[dict[str, Any]]) -> str:
     peers = _peers(rows, "peers_us")
     staged = len({row["op"] for row in rows}) > 1
-    gpu, rest, ratios, worse = [], [], [], []
+    forced = any(row.get("rounding_errors") for row in rows)
+    gpu, rest, ratios, worse, over = [], [], [], [], []
     for row in rows:
         name = f"{row['op'].removeprefix('SSD').removesuffix('FwdOp')} {row['name']}" if staged else row["name"]
         ratio = speedup(row)
@@ -51,15 +52,28 @@ def _measured(rows: list[dict[str, Any]]) -> str:
         times = [_us(v) for v in (row["gpu_us"], row["floor_us"], *(row["peers_us"].get(p) for p in peers))]
         gpu.append([name, *times, *([f"{ratio:.2f}" if ratio is not None else "–"] if peers else [])])
         hosts = [_us(v) for v in (row["host_us"], *(row["peers_host_us"].get(p) for p in peers))]
-        rest.append([name, *hosts, *(_error(v) for v in (row["error"], *(row["peers_error"].get(p) for p in peers)))])
+        errors = [row["error"], *(row["peers_error"].get(p) for p in peers)]
+        if forced:
+            floor = next(iter(row.get("rounding_errors", {}).values()), None)
+            over += [row["error"] / floor] if floor and row["error"] is not None else []
+            errors.append(floor)
+        rest.append([name, *hosts, *(_error(v) for v in errors)])
     parts = [
         _table(["GPU µs", "tileops", "floor", *peers, *(["best peer / tileops"] if peers else [])], gpu),
-        _table([f"{what}{name}" for what in ("host µs: ", "error: ") for name in ("tileops", *peers)], rest, first="host time, error"),
+        _table(
+            [f"host µs: {name}" for name in ("tileops", *peers)]
+            + [f"error: {name}" for name in ("tileops", *peers, *(["rounding alone"] if forced else []))],
+            rest,
+            first="host time, error",
+        ),
     ]
     if ratios:
         mean = exp(sum(map(log, ratios)) / len(ratios))
         words = f"Best peer / tileops: geometric mean {mean:.2f}, least {min(ratios):.2f}, over {len(ratios)} rows."
         parts.append(f"{words} Less accurate than the better peer: {', '.join(worse) or 'none'}.")
+    if over:
+        words = "rounding alone: float64 with the operands of the matrix products rounded to the inputs' dtype."
+        parts.append(f"Error of tileops over that of rounding alone: {min(over):.2f} to {max(over):.2f} ({words})")
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for peer, why in row.get("peers_reason", {}).items():

@@ -99,10 +99,15 @@ def _local_archs() -> list[str]:
     return list(catalog.archs_for(*torch.cuda.get_device_capability())[:1])
 
 
+def _named(row: Mapping[str, Any]) -> str:
+    """``_title`` of a row of the table."""
+    return schedules.name(row["kernel"], row["arch"], row["config"])
+
+
 def _title(of: KernelConfig | Record) -> str:
     """Kernel, arch and config, whatever the schedule."""
     fields = of.fields if isinstance(of, KernelConfig) else of.config
-    return json.dumps([of.kernel, of.arch, sorted(fields.items())])
+    return schedules.name(of.kernel, of.arch, fields)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -161,15 +166,17 @@ def compiled(work: Path, wanted: set[str]) -> Iterator[Artifact]:
 
 
 def measure_all(work: Path, wanted: set[str], stream: TextIO) -> int:
-    """Measures what is compiled, fits this GPU and was not measured yet."""
+    """Measures what is compiled, fits this GPU and was not measured yet on a GPU of its name."""
     import torch
+
+    gpu = torch.cuda.get_device_name()
 
     capability = torch.cuda.get_device_capability()
     count = 0
     for artifact in compiled(work, wanted):
         record = artifact.record
         path = work / f"{record.key}.measured"
-        if path.exists() or record.arch not in catalog.archs_for(*capability):
+        if record.arch not in catalog.archs_for(*capability) or (path.exists() and json.loads(path.read_text())["gpu"] == gpu):
             continue
         result = measure(artifact)
         _put(path, json.dumps(result).encode())
@@ -296,6 +303,7 @@ def decide(work: Path, wanted: set[str]) -> list[dict[str, Any]]:
         default = next((result for record, result in found if not record.schedule), None)
         if default is None:
             continue
+        found = [(record, result) for record, result in found if result["gpu"] == default["gpu"]]
         ratios = [_ratio(result["us"], default["us"]) for _, result in found]
         best = min(range(len(found)), key=lambda i: ratios[i])
         record, result = found[best]
@@ -322,6 +330,6 @@ def _ratio(times: Sequence[float], default: Sequence[float]) -> float:
 def update(table: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Puts the rows that choose something in place of what the table has for the same configs; all others stay."""
     rows = list(rows)
-    decided = {json.dumps([row["kernel"], row["arch"], sorted(row["config"].items())]) for row in rows}
-    kept = [r for r in schedules.read(table) if json.dumps([r["kernel"], r["arch"], sorted(r["config"].items())]) not in decided]
+    decided = {_named(row) for row in rows}
+    kept = [row for row in schedules.read(table) if _named(row) not in decided]
     schedules.write([*kept, *(row for row in rows if row["schedule"])], table)

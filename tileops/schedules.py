@@ -21,15 +21,16 @@ FIELDS = ("kernel", "arch", "config", "schedule", "us", "default_us", "shapes", 
 
 def chosen(kernel: str, arch: str, values: Mapping[str, Any]) -> dict[str, int]:
     """The schedule values of the table for this config; empty where it has none."""
-    return dict(_index(TABLE).get(_name(kernel, arch, values), {}))
+    return dict(_index(TABLE).get(name(kernel, arch, values), {}))
 
 
 @functools.cache
 def _index(table: Path) -> dict[str, dict[str, int]]:
-    return {_name(row["kernel"], row["arch"], row["config"]): row["schedule"] for row in read(table)}
+    return {name(row["kernel"], row["arch"], row["config"]): row["schedule"] for row in read(table)}
 
 
-def _name(kernel: str, arch: str, values: Mapping[str, Any]) -> str:
+def name(kernel: str, arch: str, values: Mapping[str, Any]) -> str:
+    """Of a config, as an index: whatever the order of its values."""
     return json.dumps([kernel, arch, sorted(values.items())])
 
 

@@ -117,6 +117,14 @@ def test_nothing_is_decided_without_the_default_to_compare_with(work):
     assert decided(work) == []
 
 
+def test_measurements_of_two_gpus_are_not_compared(work):
+    measured(work, default=[4.0], per=[1.0])
+    path = work / f"{records(work)['per'].key}.measured"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "gpu": "another of the same arch"}))
+    (row,) = decided(work)
+    assert row["schedule"] == {}
+
+
 def test_no_gpu_and_no_arch_is_said_so(tmp_path, monkeypatch, capsys):
     import torch
 
