@@ -100,20 +100,6 @@ def test_scouts_change_no_bit():
         assert torch.equal(row[0], y[one]) and torch.equal(row[1], final[one])
 
 
-@pytest.mark.parametrize("case", [Case(2, 500, 8, 64, 128, 2, 256), Case(4, 2048, 80, 64, 128, 1, 256)], ids=str)
-def test_a_hundred_calls_give_the_same_bits(case):
-    given = inputs(case, BF16, DEVICE)
-    op = Mamba2FwdOp(256)
-    y, final = op(*arguments(given))
-    different = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    kept = []
-    for number in range(100):
-        other = op(*arguments(given))
-        different += (other[0] != y).sum() + (other[1] != final).sum()
-        kept = [*kept[-2:], other] if number % 3 else []  # outputs at other addresses than before
-    assert int(different) == 0
-
-
 def test_a_captured_call_replays():
     given = inputs(Case(4, 2048, 80, 64, 128, 1, 256), BF16, DEVICE)
     op = Mamba2FwdOp(256)
