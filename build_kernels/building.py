@@ -32,6 +32,8 @@ class Report:
     differing: list[pool.Outcome] = field(default_factory=list)  # --check: other bytes than before
     missing: list[KernelConfig] = field(default_factory=list)  # --check: nothing to compare with
     size: dict[str, int] = field(default_factory=dict)  # bytes of cubins by arch, of what is wanted
+    most_smem: dict[str, int] = field(default_factory=dict)  # by arch: bytes of shared memory of the kernel with most
+    most_registers: dict[str, int] = field(default_factory=dict)
     interrupted: bool = False
 
 
@@ -120,7 +122,10 @@ def _publish(writer: store.PackagedWriter, report: Report, complete: bool) -> No
         writer.finish(keep=keep)
     for config in report.wanted:
         if config.key in records:
-            report.size[config.arch] = report.size.get(config.arch, 0) + records[config.key].cubin_size
+            record = records[config.key]
+            report.size[config.arch] = report.size.get(config.arch, 0) + record.cubin_size
+            report.most_smem[config.arch] = max(report.most_smem.get(config.arch, 0), record.dynamic_smem + record.static_smem)
+            report.most_registers[config.arch] = max(report.most_registers.get(config.arch, 0), record.registers)
     if whole:
         writer.write_digests()
 
@@ -196,7 +201,8 @@ class Progress:
 
 
 def summary(report: Report) -> str:
-    """A table by arch: kernels wanted, built now, there before, failed; bytes; seconds of compilation."""
+    """A table by arch: kernels wanted, built now, there before, failed; bytes; seconds of compilation; the most shared memory (bytes a
+    CTA) and registers (a thread) of one kernel."""
     rows = []
     for arch in dict.fromkeys(config.arch for config in report.wanted):
 
@@ -213,11 +219,14 @@ def summary(report: Report) -> str:
                 count(o.config for o in report.failed),
                 report.size.get(arch, sum(o.size for o in built)),
                 sum(o.seconds for o in built),
+                report.most_smem.get(arch, 0),
+                report.most_registers.get(arch, 0),
             )
         )
-    lines = [f"{'arch':9} {'kernels':>8} {'built':>8} {'present':>8} {'failed':>8} {'bytes':>12} {'compile s':>10}"]
-    lines += ["{:9} {:8} {:8} {:8} {:8} {:12} {:10.1f}".format(*row) for row in rows]
+    lines = [f"{'arch':9} {'kernels':>8} {'built':>8} {'present':>8} {'failed':>8} {'bytes':>12} {'compile s':>10} {'smem':>8} {'regs':>5}"]
+    lines += ["{:9} {:8} {:8} {:8} {:8} {:12} {:10.1f} {:8} {:5}".format(*row) for row in rows]
     if len(rows) > 1:
-        sums = [sum(column) for column in zip(*(row[1:] for row in rows))]
-        lines.append("{:9} {:8} {:8} {:8} {:8} {:12} {:10.1f}".format("all", *sums))
+        columns = list(zip(*(row[1:] for row in rows)))
+        sums = [*map(sum, columns[:6]), *map(max, columns[6:])]
+        lines.append("{:9} {:8} {:8} {:8} {:8} {:12} {:10.1f} {:8} {:5}".format("all", *sums))
     return "\n".join(lines)
