@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import operator
 from collections.abc import Callable, Mapping
 
 from tileops.errors import CorruptArtifactError
@@ -17,10 +18,10 @@ _LONGEST = 500
 
 _FUNCTIONS: dict[str, Callable[[int, int], int]] = {"ceildiv": lambda a, b: -(-a // b), "min": min, "max": max}
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.FloorDiv: lambda a, b: a // b,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
 }
 
 
@@ -48,11 +49,9 @@ def _compile(node: ast.expr, text: str) -> Callable[[Mapping[str, int]], int]:
         value = node.value
         return lambda sizes: value
     if isinstance(node, ast.Name):
-        name = node.id
-        return lambda sizes: sizes[name]
+        return operator.itemgetter(node.id)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        name = f"{node.value.id}.{node.attr}"
-        return lambda sizes: sizes[name]
+        return operator.itemgetter(f"{node.value.id}.{node.attr}")
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         operate, left, right = _OPERATORS[type(node.op)], _compile(node.left, text), _compile(node.right, text)
         return lambda sizes: operate(left(sizes), right(sizes))

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
 from tileops.config import Param
-from tileops.driver import Kernel
+from tileops.driver import Kernel, _api
 from tileops.ops import _planner, _resolve
 
 PARAMS = (
@@ -25,8 +25,9 @@ PARAMS = (
 @pytest.fixture
 def planned(monkeypatch):
     """A launch of a kernel whose D is optional, over x alone."""
-    record = h.artifact(params=PARAMS, optional=("D",), grid=("B", "1", "1")).record
+    record = h.artifact(params=PARAMS, optional=("D",), grid=("B", "1", "1"), kernel="gate").record
     monkeypatch.setattr(_resolve, "obtain", lambda *_: Kernel(record, 0, 0))
+    monkeypatch.setattr(_api, "function", lambda name, version: None)
     return _planner.Planner([torch.zeros(4, 6), None], torch.device("cpu"))
 
 
@@ -35,11 +36,14 @@ def test_a_tensor_that_is_not_given_is_address_0_with_strides_0(planned, monkeyp
     monkeypatch.setattr(_planner.Launch, "fire", lambda self, addresses, stream: fired.append((self, addresses)))
     planned.launch("recurrent", {}, {"x": planned.slots[0], "D": planned.slots[1]}, {"B": 3})
     x = torch.zeros(4, 6)
-    planned.steps[0]([x, None], None)
+    _planner.Plan(planned, planned.slots[0])
+    (step,) = planned.steps
+    assert step.slots == [planned.slots[0]]
+    step.run([x.data_ptr()], 0)
     ((launch, addresses),) = fired
     assert launch.tensors == ("x",) and addresses == [x.data_ptr()]
     at = dict(zip((p.name for p in PARAMS), launch._addresses))
-    launch._fill(launch._buffer, launch._first, *addresses)
+    launch._fill(launch._buffer, launch._first, 0, 0, 0, *addresses)
     pointers = {p.name: ctypes.c_uint64.from_address(at[p.name]).value for p in PARAMS if p.kind == "pointer"}
     assert pointers == {"x": x.data_ptr(), "D": 0}
     assert ctypes.c_int64.from_address(at["D_stride0"]).value == 0

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
 from tileops.config import Param, TensorMap
-from tileops.driver import Kernel, Launch
+from tileops.driver import Kernel, Launch, _api
 
 MAP = TensorMap(dtype=9, dims=("64", "H"), strides=("x.stride0 * 2",), box=(64, 1), swizzle=3, promotion=2)
 PARAMS = (
@@ -25,15 +25,83 @@ PARAMS = (
 )
 
 
+FUNCTION = 0xF00
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What the driver is asked to launch: (grid, block, shared memory, stream, attributes), function, parameters' addresses."""
+    calls = []
+
+    class Config(ctypes.Structure):  # CUlaunchConfig
+        _fields_ = [
+            ("grid", ctypes.c_uint * 3),
+            ("block", ctypes.c_uint * 3),
+            ("smem", ctypes.c_uint),
+            ("stream", ctypes.c_void_p),
+            ("attrs", ctypes.c_void_p),
+            ("count", ctypes.c_uint),
+        ]
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
+    def launch_kernel(config, function, parameters, extra):
+        c = config.contents
+        about = tuple(c.grid), tuple(c.block), c.smem, c.stream or 0, c.attrs, c.count
+        calls.append((about, function, [parameters[i] for i in range(len(PARAMS))]))
+        assert extra is None
+        return 0
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    def replace_address(tensor_map, address):
+        ctypes.c_uint64.from_address(tensor_map).value = address
+        return 0
+
+    @ctypes.CFUNCTYPE(
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint,
+        ctypes.c_void_p,
+        *[ctypes.POINTER(ctypes.c_uint64)] * 2,
+        *[ctypes.POINTER(ctypes.c_uint32)] * 2,
+        *[ctypes.c_int] * 4,
+    )
+    def encode_tiled(tensor_map, dtype, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill):
+        assert (dtype, rank, interleave, swizzle, promotion, fill) == (9, 2, 0, 3, 2, 0)
+        assert (dims[:2], strides[:1], box[:2], steps[:2]) == ([64, 4], [2**41], [64, 1], [1, 1])
+        return replace_address(tensor_map, address)
+
+    functions = {"cuTensorMapEncodeTiled": encode_tiled, "cuLaunchKernelEx": launch_kernel, "cuTensorMapReplaceAddress": replace_address}
+
+    def function(name: str, version: int):
+        return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.cast(functions[name], ctypes.c_void_p).value)
+
+    monkeypatch.setattr(_api, "function", function)
+    return calls
+
+
 def launch(**sizes: int) -> Launch:
     record = h.artifact(params=PARAMS, tensormaps={"x_desc": MAP, "z_desc": MAP}, grid=("B", "1", "1")).record
-    return Launch(Kernel(record, 0, 0), {"B": 3, "H": 4, "x.stride0": 2**40, **sizes}, {"dt_max": 0.5})
+    return Launch(Kernel(record, 0, FUNCTION), {"B": 3, "H": 4, "x.stride0": 2**40, **sizes}, {"dt_max": 0.5})
 
 
+def test_what_is_launched(launched):
+    made = launch()
+    record = made.kernel.record
+    for stream, addresses in (0, (0xA, 0xB, 0x100, 0x200)), (2**47, (0x1A, 0x1B, 0x300, 0x400)):
+        made.fire(addresses, stream)
+        about, function, parameters = launched.pop()
+        assert about == ((3, 1, 1), tuple(record.block), record.dynamic_smem, stream, None, 0)
+        assert function == FUNCTION and parameters == list(made._addresses)
+        at = dict(zip((p.name for p in PARAMS), parameters))
+        assert [ctypes.c_uint64.from_address(at[name]).value for name in ("A", "y", "x_desc", "z_desc")] == list(addresses)
+
+
+@pytest.mark.usefixtures("launched")
 def test_every_parameter_has_its_place():
     made = launch()
     assert made.tensors == ("A", "y", "x", "z")
-    made._fill(made._buffer, made._first, 0xA, 0xB)
+    made._fill(made._buffer, made._first, 0, 0, 0, 0xA, 0xB)
     at = dict(zip((p.name for p in PARAMS), made._addresses))
     assert ctypes.c_uint64.from_address(at["A"]).value == 0xA
     assert ctypes.c_uint64.from_address(at["y"]).value == 0xB
@@ -42,6 +110,7 @@ def test_every_parameter_has_its_place():
     assert ctypes.c_int64.from_address(at["x_stride0"]).value == 2**40
 
 
+@pytest.mark.usefixtures("launched")
 def test_tensor_maps_are_aligned_and_nothing_overlaps():
     made = launch()
     places = sorted((address, 128 if p.kind == "tensormap" else 8) for p, address in zip(PARAMS, made._addresses))
@@ -51,6 +120,7 @@ def test_tensor_maps_are_aligned_and_nothing_overlaps():
     assert start <= places[0][0] and sum(places[-1]) <= start + ctypes.sizeof(made._buffer)
 
 
+@pytest.mark.usefixtures("launched")
 def test_a_value_beyond_32_bits_and_a_grid_beyond_cuda_are_refused():
     with pytest.raises(ValueError, match=r"grid x would be 2147483648"):
         launch(B=2**31)

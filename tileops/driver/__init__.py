@@ -28,7 +28,7 @@ from tileops.config import Artifact, Record, TensorMap
 from tileops.driver import _api
 from tileops.errors import IncompatibleArtifactError
 
-__all__ = ["DeviceInfo", "Kernel", "Launch", "check", "device_count", "device_info", "load", "stats", "stream_handle", "unsupported"]
+__all__ = ["DeviceInfo", "Kernel", "Launch", "check", "device_count", "device_info", "load", "stats", "unsupported"]
 
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 
@@ -51,7 +51,7 @@ class Kernel:
 
     record: Record
     device: int
-    function: Any  # CUfunction holding a CUkernel handle, valid in this device's primary context
+    function: int  # CUfunction holding a CUkernel handle, valid in this device's primary context
 
     @functools.cached_property
     def form(self) -> _Form:
@@ -191,7 +191,7 @@ def load(artifact: Artifact, device: int) -> Kernel:
                 _api.call("cuKernelSetAttribute", opt_in, record.dynamic_smem, handle, _api.ordinal(device), about=about)
             # Resolving the function now, not at the first launch, keeps the driver's lazy module load out of it.
             function = _api.call("cuKernelGetFunction", handle, about=about)
-            kernel = table.ready[(record.key, device)] = Kernel(record, device, function)
+            kernel = table.ready[(record.key, device)] = Kernel(record, device, int(function))
             with table.lock:
                 table.loads += 1
                 table.load_seconds += time.perf_counter() - start
@@ -201,58 +201,59 @@ def load(artifact: Artifact, device: int) -> Kernel:
 #: Size and alignment of a tensor map (CUtensorMap), bytes.
 _MAP_BYTES = 128
 
+#: CUlaunchConfig: grid, block, shared memory; stream, attributes, their number (32 bits, and what follows is not read).
+_CONFIG = struct.Struct("<7I4xQQQ")
+_STREAM_AT = 32
+
 
 class _MapForm:
-    """What all launches of a kernel share of a tensor map."""
+    """What all launches of a kernel share of a tensor map: the driver's functions, and the arguments of one but for address and sizes."""
 
     def __init__(self, form: TensorMap) -> None:
-        driver = _api.cuda()
         rank = len(form.dims)
-        self.dims = tuple(map(expr.parse, form.dims))
-        self.strides = tuple(map(expr.parse, form.strides))
-        self.head = (driver.CUtensorMapDataType(form.dtype), rank)
-        self.tail = (
-            [driver.cuuint32_t(b) for b in form.box],
-            [driver.cuuint32_t(1)] * rank,
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle(form.swizzle),
-            driver.CUtensorMapL2promotion(form.promotion),
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
+        numbers = ctypes.c_uint32 * rank
+        self.sizes = tuple(map(expr.parse, (*form.dims, *form.strides)))  # one stride less than dimensions
+        self.array = ctypes.c_uint64 * (2 * rank - 1)
+        self.strides_at = 8 * rank
+        self.head = (form.dtype, rank)
+        # Elements of a box one by one; no interleaving; zeros outside.
+        self.tail = (numbers(*form.box), numbers(*[1] * rank), 0, form.swizzle, form.promotion, 0)
+        self.encode = _api.function("cuTensorMapEncodeTiled", 12000)
+        self.replace = _api.function("cuTensorMapReplaceAddress", 12000)
 
 
 class _Map:
     """A tensor map in a launch's buffer. It is encoded for the first address; then only the address is replaced, and only by another."""
 
     def __init__(self, form: _MapForm, sizes: Mapping[str, int], slot: int, about: str) -> None:
-        driver = _api.cuda()
-        self._slot = slot
-        self._about = about
-        self._handle = driver.CUtensorMap(slot)
-        self._replace = driver.cuTensorMapReplaceAddress
-        self._address: int | None = None
         self._form = form
-        self._sizes = [driver.cuuint64_t(d(sizes)) for d in form.dims], [driver.cuuint64_t(s(sizes)) for s in form.strides]
+        self._sizes = form.array(*[size(sizes) for size in form.sizes])
+        self._slot = ctypes.c_void_p(slot)
+        self._about = about
+        self._address: int | None = None
 
     def point_to(self, address: int) -> None:
         """Raises DriverError."""
         if address == self._address:
             return
+        to = ctypes.c_void_p(address)
         if self._address is None:
-            arguments = (*self._form.head, address, *self._sizes, *self._form.tail)
-            encoded = _api.call("cuTensorMapEncodeTiled", *arguments, about=self._about)
-            ctypes.memmove(self._slot, encoded.getPtr(), _MAP_BYTES)
+            name = "cuTensorMapEncodeTiled"
+            strides = ctypes.byref(self._sizes, self._form.strides_at)
+            status = self._form.encode(self._slot, *self._form.head, to, self._sizes, strides, *self._form.tail)
         else:
-            status = self._replace(self._handle, address)[0]
-            if status != 0:
-                raise _api.failure("cuTensorMapReplaceAddress", int(status), self._about)
+            name = "cuTensorMapReplaceAddress"
+            status = self._form.replace(self._slot, to)
+        if status:
+            raise _api.failure(name, status, self._about)
         self._address = address
 
 
 class _Form:
     """What all launches of a kernel share: where each parameter lies in the buffer, and how its value is computed.
 
-    Tensor maps come first, then an 8-byte slot for every other parameter, pointers before scalars.
+    Tensor maps come first, then the launch's description (_CONFIG), then an 8-byte slot for every other parameter, pointers before
+    scalars: what changes from call to call lies together.
     """
 
     def __init__(self, record: Record) -> None:
@@ -261,7 +262,8 @@ class _Form:
         self.about = f"launching {record.config_object()}"
         self.tensors = tuple(p.bind for p in (*kinds["pointer"], *kinds["tensormap"]))
         self.pointers = len(kinds["pointer"])
-        self.slots_at = _MAP_BYTES * len(kinds["tensormap"])
+        self.config_at = _MAP_BYTES * len(kinds["tensormap"])
+        self.slots_at = self.config_at + _CONFIG.size
         self.bytes = self.slots_at + 8 * (self.pointers + len(scalars))
         places = {p.name: _MAP_BYTES * i for i, p in enumerate(kinds["tensormap"])}
         places.update({p.name: self.slots_at + 8 * i for i, p in enumerate((*kinds["pointer"], *scalars))})
@@ -270,6 +272,18 @@ class _Form:
         self.grid = tuple(map(expr.parse, record.grid))
         self.scalars = tuple((p.kind, p.bind, None if p.kind == "float32" else expr.parse(p.bind)) for p in scalars)
         self.pack_scalars = struct.Struct("<" + "".join("f4x" if p.kind == "float32" else "q" for p in scalars)).pack_into
+        self.array = ctypes.c_void_p * len(self.places)
+        self._packers: dict[tuple[str, ...], Any] = {}
+
+    def given(self, absent: Collection[str]) -> tuple[tuple[str, ...], int, Any]:
+        """Without the tensors in ``absent``: names of the tensors in order, how many are pointers, and what packs a launch's stream,
+        attributes, their number and those pointers."""
+        tensors = tuple([name for name in self.tensors if name not in absent])
+        packer = self._packers.get(tensors)
+        if packer is None:
+            pointers = "".join(["8x" if name in absent else "Q" for name in self.tensors[: self.pointers]])
+            packer = self._packers[tensors] = struct.Struct(f"<QQQ{pointers}").pack_into
+        return tensors, sum(name not in absent for name in self.tensors[: self.pointers]), packer
 
 
 class Launch:
@@ -292,14 +306,12 @@ class Launch:
                 )
         self.kernel = kernel
         #: Names of the tensors whose addresses ``fire`` takes, in its order.
-        self.tensors = tuple([name for name in form.tensors if name not in absent])
-        given = [name not in absent for name in form.tensors[: form.pointers]]
-        self._pointers = sum(given)
+        self.tensors, self._pointers, self._fill = form.given(absent)
         self._buffer = ctypes.create_string_buffer(form.bytes + _MAP_BYTES)
         base = ctypes.addressof(self._buffer)
         start = -base % _MAP_BYTES
-        self._first = start + form.slots_at
-        self._addresses = (ctypes.c_void_p * len(form.places))(*[base + start + place for place in form.places])
+        slots = start + form.slots_at
+        self._addresses = form.array(*[base + start + place for place in form.places])
         self._maps = tuple([_Map(shared, sizes, base + start + place, form.about) for shared, place in form.maps])
         values: list[float] = []
         for kind, bind, compute in form.scalars:
@@ -307,33 +319,27 @@ class Launch:
             if kind == "int32" and not -(2**31) <= value < 2**31:
                 raise ValueError(f"{record.kernel}: {bind} = {value} does not fit the kernel's 32-bit parameter.")
             values.append(value)
-        form.pack_scalars(self._buffer, self._first + 8 * form.pointers, *values)
+        _CONFIG.pack_into(self._buffer, start + form.config_at, *grid, *record.block, record.dynamic_smem, 0, 0, 0)
+        form.pack_scalars(self._buffer, slots + 8 * form.pointers, *values)
         self._lock = threading.Lock()
-        self._fill = struct.Struct("<" + "".join("Q" if there else "8x" for there in given)).pack_into
-        self._arguments = (kernel.function, *grid, *record.block, record.dynamic_smem)
-        self._parameters = ctypes.addressof(self._addresses)
-        self._launch = _api.cuda().cuLaunchKernel
+        self._first = start + form.config_at + _STREAM_AT
+        self._arguments = (
+            ctypes.c_void_p(base + start + form.config_at),
+            ctypes.c_void_p(kernel.function),
+            ctypes.c_void_p(ctypes.addressof(self._addresses)),
+            None,
+        )
+        self._launch = _api.function("cuLaunchKernelEx", 11080)
 
-    def fire(self, addresses: Sequence[int], stream: Any) -> None:
-        """Launches on ``stream`` (of ``stream_handle``) with ``addresses`` in the order of ``tensors``. Raises DriverError."""
+    def fire(self, addresses: Sequence[int], stream: int) -> None:
+        """Launches on ``stream`` (its address) with ``addresses`` in the order of ``tensors``. Raises DriverError."""
         with self._lock:
             if self._maps:
                 for tensor_map, address in zip(self._maps, addresses[self._pointers :]):
                     tensor_map.point_to(address)
                 addresses = addresses[: self._pointers]
-            self._fill(self._buffer, self._first, *addresses)
-            status = self._launch(*self._arguments, stream, self._parameters, 0)[0]
-        if status != 0:
+            self._fill(self._buffer, self._first, stream, 0, 0, *addresses)
+            status = self._launch(*self._arguments)
+        if status:
             info = device_info(self.kernel.device)
-            raise _api.failure("cuLaunchKernel", int(status), f"launching {self.kernel.record.config_object()} on {info.name}")
-
-
-_streams: dict[int, Any] = {}
-
-
-def stream_handle(raw: int) -> Any:
-    """The driver's handle of a raw stream address, made once: making it costs more than looking it up."""
-    handle = _streams.get(raw)
-    if handle is None:
-        handle = _streams[raw] = _api.cuda().CUstream(raw)
-    return handle
+            raise _api.failure("cuLaunchKernelEx", status, f"launching {self.kernel.record.config_object()} on {info.name}")

@@ -7,6 +7,7 @@ dtype, device, layout or value.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -53,17 +54,15 @@ class Arguments:
 
         ``same_as`` says in the message whose dtype ``dtypes`` is.
         """
-        expected = self._shape(dims) if or_dims is None else f"{self._shape(dims)} or {self._shape(or_dims)}"
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a tensor of shape {expected}, got {type(value).__name__}.")
+            raise TypeError(f"{name}: expected a tensor of shape {self._shapes(dims, or_dims)}, got {type(value).__name__}.")
         if value.is_nested:
             raise ValueError(f"{name}: expected a strided tensor, got a nested one.")
         if value.layout != torch.strided:
             raise ValueError(f"{name}: expected a strided tensor, got layout {value.layout}.")
-        if or_dims is not None and value.dim() == len(or_dims):
-            dims = or_dims
-        if value.dim() != len(dims) or any(self.sizes.get(d, n) != n for d, n in zip(dims, value.shape)):
-            raise ValueError(f"{name}: expected shape {expected}, got {tuple(value.shape)}.")
+        allowed = dims if or_dims is None or value.dim() != len(or_dims) else or_dims
+        if value.dim() != len(allowed) or any(self.sizes.get(d, n) != n for d, n in zip(allowed, value.shape)):
+            raise ValueError(f"{name}: expected shape {self._shapes(dims, or_dims)}, got {tuple(value.shape)}.")
         if value.dtype not in dtypes:
             whose = f" ({same_as})" if same_as else ""
             raise ValueError(f"{name}: expected dtype {' or '.join(map(dtype_name, dtypes))}{whose}, got {dtype_name(value.dtype)}.")
@@ -79,7 +78,7 @@ class Arguments:
                 f"{name}: requires grad, and this op is forward only (it has no backward); "
                 f"call it under torch.no_grad() or pass {name}.detach()."
             )
-        self.sizes.update(zip(dims, value.shape))
+        self.sizes.update(zip(allowed, value.shape))
 
     def optional(
         self,
@@ -115,6 +114,9 @@ class Arguments:
                 f"{name}: expected num_chunks = ceil({seqlen} / chunk_len) = ceil({length} / {chunk_len}) = {expected}, got {came}."
             )
 
+    def _shapes(self, dims: Sequence[str], or_dims: Sequence[str] | None) -> str:
+        return self._shape(dims) if or_dims is None else f"{self._shape(dims)} or {self._shape(or_dims)}"
+
     def _shape(self, dims: Sequence[str]) -> str:
         return f"({', '.join(str(self.sizes.get(d, d)) for d in dims)}{',' if len(dims) == 1 else ''})"
 
@@ -126,6 +128,11 @@ def num_chunks(seqlen: int, chunk_len: int) -> int:
 
 def supported(kernels: Iterable[str], **sizes: int) -> None:
     """Raise unless every in-tree kernel named takes these sizes; keywords chunk_len (or chunk_size), d_head, d_state."""
+    _supported(tuple(kernels), **sizes)
+
+
+@functools.lru_cache(maxsize=256)  # asked again for every new shape of a model
+def _supported(kernels: tuple[str, ...], **sizes: int) -> None:
     fields = {"chunk_len": "Q", "chunk_size": "Q", "d_head": "P", "d_state": "N"}
     for kernel in kernels:
         for name, size in sizes.items():

@@ -7,7 +7,9 @@ launches: no checks, no arithmetic over sizes.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +18,9 @@ import torch
 from torch import Tensor
 
 from tileops.config import Value
-from tileops.driver import Launch, device_info, stream_handle
+from tileops.driver import Launch, device_info
 from tileops.ops import _resolve
+from tileops.ops._torch import allocate, deterministic, empty_strided
 
 _WORKSPACE_ALIGNMENT = 256
 
@@ -67,46 +70,68 @@ class Plan:
 
     def __init__(self, planner: Planner, outputs: Slot | tuple[Slot, ...]) -> None:
         self.device = planner.device
-        self._densify = tuple(planner.densify.items())
-        self._outputs = tuple((shape, contiguous_strides(shape), dtype) for shape, dtype in planner.outputs)
-        self._workspace = planner.workspace_bytes
-        self._steps = tuple(planner.steps)
+        self.ordinal: int = planner.device.index
+        made = [*planner.outputs, *([((planner.workspace_bytes,), torch.uint8)] if planner.workspace_bytes else [])]
+        self._made = tuple([(shape, contiguous_strides(shape), dtype) for shape, dtype in made])
+        # Memories are inputs, outputs, workspace; the addresses of a call are those of them that there are, then of places within one.
+        count = planner.inputs + len(made)
+        there = [base for base in range(count) if base >= planner.inputs or planner.slots[base] is not None]
+        position = {base: i for i, base in enumerate(there)}
+        inside: dict[tuple[int, int], int] = {}
+
+        def place(slot: Slot) -> int:
+            at = position[slot.base % count]  # the workspace, -1, is the last
+            return inside.setdefault((at, slot.offset), len(there) + len(inside)) if slot.offset else at
+
+        self._steps = tuple(
+            [(step.run, _picker([slot.base if step.memory else place(slot) for slot in step.slots]), step.memory) for step in planner.steps]
+        )
+        self._inside = tuple(inside)
+        self._densify = tuple([(base, position[base], more) for base, more in planner.densify.items()])
         slots = outputs if isinstance(outputs, tuple) else (outputs,)
-        self._returned = tuple(s.base for s in slots)
+        self._returned = tuple([s.base for s in slots])
         self._single = not isinstance(outputs, tuple)
 
-    def run(self, tensors: Sequence[Tensor | None]) -> Tensor | tuple[Tensor, ...]:
-        """Runs on the current stream of the tensors' device, which is the current device."""
-        device = self.device
+    def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Tensor | tuple[Tensor, ...]:
+        """Runs on the current stream of the tensors' device, which is the current device.
+
+        ``addresses`` are those of the tensors that are given; it is added to."""
         if self._densify:
             tensors = list(tensors)
-            for index, more in self._densify:
-                tensor = tensors[index]
+            for base, at, more in self._densify:
+                tensor = tensors[base]
                 assert tensor is not None
                 if more:
                     tensor = tensor.view(*tensor.shape, *(1 for _ in more)).expand(*tensor.shape, *more)
-                tensors[index] = tensor.clone(memory_format=torch.contiguous_format)
-        # empty_strided: less of torch's own time than empty takes.
-        memory: list[Tensor | None] = list(tensors)
-        for shape, stride, dtype in self._outputs:
-            memory.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
-        memory.append(torch.empty(self._workspace, dtype=torch.uint8, device=device) if self._workspace else None)
-        stream = stream_handle(torch._C._cuda_getCurrentRawStream(device.index))
-        for step in self._steps:
-            step(memory, stream)
+                tensors[base] = tensor = tensor.clone(memory_format=torch.contiguous_format)
+                addresses[at] = tensor.data_ptr()
+        new = empty_strided if deterministic() else allocate
+        made = [new(shape, stride, dtype) for shape, stride, dtype in self._made]
+        addresses += map(Tensor.data_ptr, made)
+        for at, offset in self._inside:
+            addresses.append(addresses[at] + offset)
+        memory = (*tensors, *made)
+        stream = torch._C._cuda_getCurrentRawStream(self.ordinal)
+        for step, pick, of_memory in self._steps:
+            step(pick(memory if of_memory else addresses), stream)
         if self._single:
             return memory[self._returned[0]]  # type: ignore[return-value]
-        return tuple(memory[base] for base in self._returned)  # type: ignore[misc]
+        return tuple([memory[base] for base in self._returned])  # type: ignore[misc]
 
 
-class _LaunchStep:
-    def __init__(self, launch: Launch, slots: Mapping[str, Slot | None]) -> None:
-        self._fire = launch.fire
-        placed = (slots[name] for name in launch.tensors)
-        self._places = tuple((slot.base, slot.offset) for slot in placed if slot is not None)
+@dataclass(frozen=True)
+class _Step:
+    """``run`` gets, of the call's memories or of their addresses, those of ``slots``, and the stream."""
 
-    def __call__(self, memory: list[Any], stream: Any) -> None:
-        self._fire([memory[base].data_ptr() + offset for base, offset in self._places], stream)
+    run: Callable[[Sequence[Any], int], None]
+    slots: Sequence[Slot]
+    memory: bool = False
+
+
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(places) == 1:  # of one place itemgetter would give no tuple
+        return lambda values, place=places[0]: (values[place],)  # type: ignore[misc]
+    return operator.itemgetter(*places)
 
 
 class Planner:
@@ -117,7 +142,7 @@ class Planner:
         self.inputs = len(tensors)
         self.densify: dict[int, tuple[int, ...]] = {}  # inputs copied at each call -> dimensions they are expanded by
         self.outputs: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self.steps: list[Callable[[list[Tensor | None], Any], None]] = []
+        self.steps: list[_Step] = []
         self._workspace_offset = 0
         self._given = tuple(() if t is None else tuple(t.shape) for t in tensors)
         self.slots = tuple(None if t is None else _slot_of(i, t) for i, t in enumerate(tensors))
@@ -180,20 +205,22 @@ class Planner:
                 if name not in record.optional:
                     raise ValueError(f"{kernel}: {name} is not optional.")
                 placed[name] = None
-                sizes.update((f"{name}.stride{i}", 0) for i in range(_MAX_RANK))
+                sizes.update(dict.fromkeys(_stride_names(name), 0))
                 continue
-            placed[name] = slot = self._aligned(slot, record.alignment.get(name, 1), f"{kernel}: {name}")
+            nbytes = record.alignment.get(name, 1)
+            if not _starts_aligned(slot, nbytes):
+                slot = self._realigned(slot, nbytes, f"{kernel}: {name}")
+            placed[name] = slot
             # The stride of a dimension of size 1 is arbitrary in torch; the kernel may assume that it is a multiple of 16 bytes.
-            sizes.update((f"{name}.stride{i}", s if n > 1 else 0) for i, (n, s) in enumerate(zip(slot.shape, slot.stride)))
+            sizes.update(zip(_stride_names(name), [s if n > 1 else 0 for n, s in zip(slot.shape, slot.stride)]))
         launch = Launch(loaded, sizes, floats or {}, absent=[name for name, slot in placed.items() if slot is None])
         if launch.empty:
             return
-        self.steps.append(_LaunchStep(launch, placed))
+        slots = [slot for slot in map(placed.get, launch.tensors) if slot is not None]
+        self.steps.append(_Step(launch.fire, slots))
 
-    def _aligned(self, slot: Slot, nbytes: int, what: str) -> Slot:
-        """``slot``, or a copy of it where the kernel needs a better aligned start (a small vector cut out of a larger one)."""
-        if _starts_aligned(slot, nbytes):
-            return slot
+    def _realigned(self, slot: Slot, nbytes: int, what: str) -> Slot:
+        """A copy of ``slot``, of which the kernel needs a better aligned start (a small vector cut out of a larger one)."""
         if slot.base < self.inputs and slot.is_contiguous():
             return self.copied(slot)
         raise ValueError(f"{what} must start at a multiple of {nbytes} bytes for this variant of the kernel.")
@@ -201,24 +228,22 @@ class Planner:
     def fill_zero(self, slot: Slot) -> None:
         """Adds a step that zeroes a whole output."""
 
-        def zero(memory: list[Tensor | None], stream: Any) -> None:
-            _whole(memory, slot).zero_()
+        def zero(memory: Sequence[Tensor], stream: int) -> None:
+            _shaped(memory[0], slot).zero_()
 
-        self.steps.append(zero)
+        self.steps.append(_Step(zero, [slot], memory=True))
 
     def copy(self, destination: Slot, source: Slot) -> None:
         """Adds a step that copies an input into a whole output."""
 
-        def copy(memory: list[Tensor | None], stream: Any) -> None:
-            _whole(memory, destination).copy_(_whole(memory, source))
+        def copy(memory: Sequence[Tensor], stream: int) -> None:
+            _shaped(memory[0], destination).copy_(_shaped(memory[1], source))
 
-        self.steps.append(copy)
+        self.steps.append(_Step(copy, [destination, source], memory=True))
 
 
-def _whole(memory: list[Tensor | None], slot: Slot) -> Tensor:
-    """The tensor of a slot that is an input or an output, in the slot's shape."""
-    tensor = memory[slot.base]
-    assert tensor is not None
+def _shaped(tensor: Tensor, slot: Slot) -> Tensor:
+    """The whole tensor that is an input or an output, in the slot's shape."""
     return tensor.view(slot.shape) if tensor.is_contiguous() else tensor
 
 
@@ -229,11 +254,15 @@ _WORKSPACE = -1
 _MAX_RANK = 6
 
 
+@functools.lru_cache(maxsize=64)
+def _stride_names(tensor: str) -> tuple[str, ...]:
+    return tuple([f"{tensor}.stride{i}" for i in range(_MAX_RANK)])
+
+
 def _starts_aligned(slot: Slot, nbytes: int) -> bool:
     return math.gcd(slot.base_alignment, slot.offset) % nbytes == 0
 
 
 def _slot_of(index: int, tensor: Tensor) -> Slot:
     address = tensor.data_ptr()
-    alignment = next(n for n in (16, 8, 4, 2, 1) if address % n == 0)
-    return Slot(index, 0, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, alignment)
+    return Slot(index, 0, tuple(tensor.shape), tensor.stride(), tensor.dtype, math.gcd(address, 16))

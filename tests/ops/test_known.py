@@ -1,0 +1,89 @@
+"""A call is taken for one seen before only where its plan's key is the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tileops import targets
+from tileops.ops import _base
+
+
+def tensors() -> list[torch.Tensor | None]:
+    return [torch.zeros(4, 6, 8), torch.zeros(4, 6, dtype=torch.bfloat16), None, torch.zeros(8), None]
+
+
+def changed(**places: torch.Tensor | None) -> list[torch.Tensor | None]:
+    made = tensors()
+    for place, tensor in places.items():
+        made[int(place[1:])] = tensor
+    return made
+
+
+def learnt(call: list[torch.Tensor | None]) -> _base._Known:
+    known = _base._Known("a plan")
+    assert known.recognise(call) is None
+    known.learn(call)
+    return known
+
+
+def recognised(known: _base._Known, call: list[torch.Tensor | None]) -> bool:
+    addresses = known.recognise(call)
+    assert addresses is None or addresses == [t.data_ptr() for t in call if t is not None]
+    return addresses is not None
+
+
+def test_equal_calls_are_recognised():
+    first = tensors()
+    known = learnt(first)
+    assert recognised(known, first)
+    assert recognised(known, tensors())
+    assert recognised(known, changed(t0=torch.zeros(5, 6, 8)[1:]))
+    assert _base._signature(first) == _base._signature(tensors())
+
+
+@pytest.mark.parametrize(
+    "call",
+    {
+        "shape": changed(t0=torch.zeros(4, 6, 9)),
+        "rank": changed(t0=torch.zeros(4, 48)),
+        "strides": changed(t0=torch.zeros(4, 8, 6).transpose(1, 2)),
+        "expanded": changed(t3=torch.zeros(1).expand(8)),
+        "dtype": changed(t1=torch.zeros(4, 6, dtype=torch.float16)),
+        "device": changed(t0=torch.zeros(4, 6, 8, device="meta")),
+        "alignment": changed(t0=torch.zeros(4 * 6 * 8 + 1)[1:].view(4, 6, 8)),
+        "negated": changed(t3=torch._neg_view(torch.zeros(8))),
+        "requires grad": changed(t3=torch.zeros(8, requires_grad=True)),
+        "sparse": changed(t3=torch.zeros(8).to_sparse()),
+        "none more": changed(t2=torch.zeros(8)),
+        "another one": changed(t2=torch.zeros(8), t3=None),
+        "one less": changed(t3=None),
+        "no tensor": changed(t3=[0.0] * 8),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_others_are_not(call):
+    assert not recognised(learnt(tensors()), call[1])
+
+
+def test_grad_mode_and_default_target_are_part_of_it():
+    call = changed(t3=torch.zeros(8, requires_grad=True))
+    with torch.no_grad():
+        known = learnt(call)
+        plain = learnt(tensors())
+        assert recognised(plain, tensors())
+    assert not recognised(known, call)
+    assert not recognised(plain, call)
+    known = learnt(tensors())
+    targets.set_default_target("reference")
+    try:
+        assert not recognised(known, tensors())
+    finally:
+        targets.set_default_target(None)
+    assert recognised(known, tensors())
+
+
+@pytest.mark.parametrize("guards", [None, object()], ids=["no module", "no class"])
+def test_without_torchs_test_none_is_recognised(monkeypatch, guards):
+    monkeypatch.setattr("tileops.ops._torch._guards", guards)
+    assert not recognised(learnt(tensors()), tensors())

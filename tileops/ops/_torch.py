@@ -1,0 +1,46 @@
+"""What the hot path takes from beneath torch's public interface, where that costs microseconds. Each has a public stand-in.
+
+torch's own compiled code allocates and checks its inputs through the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+
+
+def empty_strided(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor on the current CUDA device."""
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+
+
+#: Whether torch is told to be deterministic, and so to fill it with NaN.
+deterministic: Callable[[], bool] = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+
+#: The same, but that it is not filled where torch is told to fill what is uninitialised.
+allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(_guards, "_empty_strided_cuda", empty_strided)
+
+
+def recogniser(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function that says of as many arguments whether they are tensors like these: class, shape, strides, dtype, device, lazy negation,
+    inference mode, and none that requires grad where grad is enabled. It says yes of no others, and may say no of some that are.
+
+    Always no where torch has no such test, or where one of ``tensors`` requires grad.
+    """
+    if any(t.requires_grad for t in tensors):
+        return _no  # whether grad was enabled when the test was made would not be part of it
+    shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    try:
+        check: Callable[..., bool] = _guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    except (AttributeError, TypeError, RuntimeError):
+        return _no
+    return check
+
+
+def _no(*tensors: Tensor) -> bool:
+    return False
