@@ -14,6 +14,7 @@ goes to standard error.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -35,7 +36,7 @@ _MOST_SETS = 64
 
 def measure(adaptor: Any, spec: Spec, device: str, contiguous: bool = False, rounding: bool = False) -> dict[str, Any]:
     """First call, errors of its results, GPU time and host time of one row; ``contiguous``: of copies of the inputs that are views;
-    ``rounding``: also the errors that rounding the products' operands alone makes."""
+    ``rounding``: also the errors that rounding the products' operands alone makes, and the time of a pass over a state."""
 
     def make(number: int) -> inputs.Tensors:
         tensors = inputs.make(spec, device, number)
@@ -70,8 +71,13 @@ def measure(adaptor: Any, spec: Spec, device: str, contiguous: bool = False, rou
     del wanted, got, result
     size = sum(inputs.nbytes(t) for t in first.values())
     sets = 1 if device == "cpu" else min(max(-(-_L2_ROUNDS * timing.l2_bytes() // size), 1), _MOST_SETS)
-    calls = [call, *(bind(make(number)) for number in range(1, sets))]
+    others = [make(number) for number in range(1, sets)]
+    calls = [call, *map(bind, others)]
     gpu, spread, in_replay = timing.gpu_us(calls, device)
+    in_place = {}
+    if rounding and "state" in first:  # what reading and writing the states in place takes here and now
+        passes = [functools.partial(tensors["state"].mul_, 1.0) for tensors in (first, *others)]
+        in_place = {"in_place_us": timing.gpu_us(passes, device)[0]}
     host, host_spread = timing.host_us(calls, device)
     return {
         "gpu_us": gpu,
@@ -82,6 +88,7 @@ def measure(adaptor: Any, spec: Spec, device: str, contiguous: bool = False, rou
         "error": errors[main],
         "errors": errors,
         **forced,
+        **in_place,
         "output_dtype": dtype,
         "bytes": moved,
         "input_sets": sets,

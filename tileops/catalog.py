@@ -48,6 +48,16 @@ STATE_DIMS = tuple(range(16, 257, 16))
 DTYPES = ("float16", "bfloat16")
 BOOLS = (False, True)
 
+#: Kernels that, on archs from sm_90 on, wait themselves for what is before them in the stream, so that they may be launched while that
+#: still runs ("programmatic dependent launch"). Launched the plain way they do the same.
+OVERLAPPING = frozenset({"recurrent"})
+
+
+def overlaps(kernel: str, arch: str) -> bool:
+    """Whether ``kernel``, compiled for ``arch``, is one of OVERLAPPING."""
+    return kernel in OVERLAPPING and arch not in ("sm_80", "sm_86", "sm_89")
+
+
 #: kernel -> compile-time field -> values it may take. Order of kernels is the order of the stages.
 KERNELS: dict[str, dict[str, tuple[Value, ...]]] = {
     "chunk_cumsum": {

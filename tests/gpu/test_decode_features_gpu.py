@@ -358,3 +358,42 @@ def test_a_graph_replays_with_new_slots_in_the_same_memory():
     graph.replay()
     close(case.keywords["out"], y64, TIGHT, "y")
     close(case.state, state64, TIGHT, "state")
+
+
+@TIED
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_steps_in_a_row_are_those_of_steps_one_by_one(tied, batch):
+    """A step may be launched while what is before it still runs: another step, torch's kernels, a fill, another stream's work."""
+    op, x, marks = SSDRecurrentFwdOp(), on_gpu(batch, tied=tied), torch.zeros(1 << 20, device=DEVICE)
+    first = [t.clone() for t in (x.state, x.x)]
+    y = torch.empty(batch, 8, 64, device=DEVICE)
+    side = torch.cuda.Stream()
+
+    def steps(pause) -> None:
+        x.state.copy_(first[0])
+        x.x.copy_(first[1])
+        for i in range(24):
+            op(*x.six, out=y)
+            pause()
+            if i % 4 == 1:
+                x.x.add_(y.to(x.x.dtype), alpha=0.01)
+            elif i % 4 == 2:
+                marks.zero_()
+            elif i % 4 == 3:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    x.state.mul_(0.5)
+                torch.cuda.current_stream().wait_stream(side)
+            pause()
+
+    steps(torch.cuda.synchronize)
+    expected = y.clone(), x.state.clone()
+    steps(lambda: None)
+    assert torch.equal(y, expected[0]) and torch.equal(x.state, expected[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps(lambda: None)
+    for _ in range(5):
+        y.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(y, expected[0]) and torch.equal(x.state, expected[1])

@@ -192,6 +192,7 @@ def test_rows_set_ours_beside_the_peers(result):
         assert row["peers_us"]["absent"] is None and "ModuleNotFoundError" in row["peers_reason"]["absent"]
         assert row["first_call_ms"] > 0 and row["host_us"] > 0 and row["bytes"] > 0
         assert (set(row.get("rounding_errors", ())) == {"y", "state"}) == (row["op"] == "Mamba2FwdOp")
+        assert (row.get("in_place_us", 0) > 0) == (row["op"] == "SSDRecurrentFwdOp")
 
 
 def test_cold_rows_say_what_a_fresh_process_pays(result):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 
 import helpers_store as h
@@ -10,6 +11,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
+from tileops import driver
 from tileops.config import Param, TensorMap
 from tileops.driver import Kernel, Launch, _api
 
@@ -26,6 +28,7 @@ PARAMS = (
 
 
 FUNCTION = 0xF00
+GPU = driver.DeviceInfo(0, "a GPU", (9, 0), 232448, 12000, 132)
 
 
 @pytest.fixture
@@ -77,6 +80,7 @@ def launched(monkeypatch):
         return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.cast(functions[name], ctypes.c_void_p).value)
 
     monkeypatch.setattr(_api, "function", function)
+    monkeypatch.setattr(driver, "device_info", lambda device: GPU)
     return calls
 
 
@@ -95,6 +99,21 @@ def test_what_is_launched(launched):
         assert function == FUNCTION and parameters == list(made._addresses)
         at = dict(zip((p.name for p in PARAMS), parameters))
         assert [ctypes.c_uint64.from_address(at[name]).value for name in ("A", "y", "x_desc", "z_desc")] == list(addresses)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arch", "version", "count"),
+    [("recurrent", "sm_90a", 12030, 1), ("recurrent", "sm_90a", 12020, 0), ("recurrent", "sm_89", 13000, 0), ("gate", "sm_90a", 13000, 0)],
+)
+def test_what_waits_by_itself_may_be_launched_early(launched, monkeypatch, kernel, arch, version, count):
+    monkeypatch.setattr(driver, "device_info", lambda device: dataclasses.replace(GPU, driver=version))
+    record = h.artifact(params=PARAMS, tensormaps={"x_desc": MAP, "z_desc": MAP}, kernel=kernel, arch=arch).record
+    made = Launch(Kernel(record, 0, FUNCTION), {"B": 3, "H": 4, "x.stride0": 2**40}, {"dt_max": 0.5})
+    made.fire((0xA, 0xB, 0x100, 0x200), 0)
+    (*_, attributes, number), _, _ = launched.pop()
+    assert number == count and bool(attributes) == bool(count)
+    if count:  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
+        assert [ctypes.c_int.from_address(attributes + at).value for at in (0, 8)] == [6, 1]
 
 
 @pytest.mark.usefixtures("launched")

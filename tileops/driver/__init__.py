@@ -205,6 +205,10 @@ _MAP_BYTES = 128
 _CONFIG = struct.Struct("<7I4xQQQ")
 _STREAM_AT = 32
 
+#: CUlaunchAttribute: programmatic stream serialization, allowed. Drivers before CUDA 12.3 do not capture it into graphs.
+_OVERLAP = ctypes.create_string_buffer(struct.pack("<I4xI60x", 6, 1), 72)
+_OVERLAP_DRIVER = 12030
+
 
 class _MapForm:
     """What all launches of a kernel share of a tensor map: the driver's functions, and the arguments of one but for address and sizes."""
@@ -323,6 +327,8 @@ class Launch:
         form.pack_scalars(self._buffer, slots + 8 * form.pointers, *values)
         self._lock = threading.Lock()
         self._first = start + form.config_at + _STREAM_AT
+        overlaps = catalog.overlaps(record.kernel, record.arch) and device_info(kernel.device).driver >= _OVERLAP_DRIVER
+        self._attributes = (ctypes.addressof(_OVERLAP), 1) if overlaps else (0, 0)
         self._arguments = (
             ctypes.c_void_p(base + start + form.config_at),
             ctypes.c_void_p(kernel.function),
@@ -338,7 +344,7 @@ class Launch:
                 for tensor_map, address in zip(self._maps, addresses[self._pointers :]):
                     tensor_map.point_to(address)
                 addresses = addresses[: self._pointers]
-            self._fill(self._buffer, self._first, stream, 0, 0, *addresses)
+            self._fill(self._buffer, self._first, stream, *self._attributes, *addresses)
             status = self._launch(*self._arguments)
         if status:
             info = device_info(self.kernel.device)

@@ -9,6 +9,8 @@ tensors of OPTIONAL may be left out: D and dt_bias count as 0, the gate as 1.
 LANES lanes hold one row (d_head) of the state, VECTORS times 16 bytes each; a lane has ROWS such rows, whose loads are all in flight
 at once. Of these rows it owns one, whose dt, x, D, z and y it alone reads and writes. A CTA takes ``per`` batch rows one after the
 other, so that a full A is read once for them.
+
+From sm_90 on a kernel waits for the one before it by itself (catalog.OVERLAPPING), so that its launch may overlap that one's end.
 """
 
 from typing import Any
@@ -37,6 +39,15 @@ SOURCE = r"""
 DI void ssd_unpack_state(float* f, unsigned w) { UNPACK_STATE }
 DI void ssd_unpack(float* f, unsigned w) { UNPACK }
 DI unsigned ssd_pack_state(const float* f) { unsigned w; PACK_STATE return w; }
+#if OVERLAP
+// The CTA may be there while the kernel before it in the stream still runs: nothing is read before that one has ended and its writes are
+// seen, and not through the read-only path, which takes memory for constant as long as a kernel lasts. Then the next one may come.
+#define READ_ONLY ""
+DI void ssd_begin() { asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+#define READ_ONLY ".nc"
+DI void ssd_begin() {}
+#endif
 // Loads are volatile, so that none moves behind the branch of softplus, which waits for one of them; and predicated: no other branches.
 #define READ "{ .reg .pred p; setp.ne.s32 p, %"
 DI void ssd_load4(unsigned* w, const void* p, bool real) {
@@ -50,12 +61,27 @@ DI void ssd_store4(void* p, const unsigned* w, bool real) {
 }
 DI float ssd_get(const float* p, bool real) {
   unsigned w = 0;
-  asm volatile(READ "2, 0; @p ld.global.nc.b32 %0, [%1]; }" : "+r"(w) : "l"(p), "r"((int)real));
+  asm volatile(READ "2, 0; @p ld.global" READ_ONLY ".b32 %0, [%1]; }" : "+r"(w) : "l"(p), "r"((int)real));
   return __uint_as_float(w);
+}
+DI int ssd_get(const int* p) {
+  int v;
+  asm volatile("ld.global" READ_ONLY ".b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <typename L> DI L ssd_get(const L* p) {
+  long long v;
+  asm volatile("ld.global" READ_ONLY ".b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+DI float4 ssd_get4(const float* p) {
+  float4 q;
+  asm volatile("ld.global" READ_ONLY ".v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(q.x), "=f"(q.y), "=f"(q.z), "=f"(q.w) : "l"(p));
+  return q;
 }
 DI unsigned ssd_get16(const void* p, bool real) {
   unsigned short w = 0;
-  asm volatile(READ "2, 0; @p ld.global.nc.b16 %0, [%1]; }" : "+h"(w) : "l"(p), "r"((int)real));
+  asm volatile(READ "2, 0; @p ld.global" READ_ONLY ".b16 %0, [%1]; }" : "+h"(w) : "l"(p), "r"((int)real));
   return w;
 }
 template <typename E> DI float ssd_get(const E* p, bool real) {
@@ -67,12 +93,12 @@ template <typename E> DI float ssd_get(const E* p, bool real) {
 #if WIDTH == 4
 DI void ssd_words_load(unsigned* w, const void* p, bool real) {
   w[0] = w[1] = 0;
-  asm volatile(READ "3, 0; @p ld.global.nc.v2.b32 {%0, %1}, [%2]; }" : "+r"(w[0]), "+r"(w[1]) : "l"(p), "r"((int)real));
+  asm volatile(READ "3, 0; @p ld.global" READ_ONLY ".v2.b32 {%0, %1}, [%2]; }" : "+r"(w[0]), "+r"(w[1]) : "l"(p), "r"((int)real));
 }
 #else
 DI void ssd_words_load(unsigned* w, const void* p, bool real) {
   w[0] = w[1] = w[2] = w[3] = 0;
-  asm volatile(READ "5, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+  asm volatile(READ "5, 0; @p ld.global" READ_ONLY ".v4.b32 {%0, %1, %2, %3}, [%4]; }"
     : "+r"(w[0]), "+r"(w[1]), "+r"(w[2]), "+r"(w[3]) : "l"(p), "r"((int)real));
 }
 #endif
@@ -101,7 +127,7 @@ DI void ssd_rates_load(float* d, const float* p, long long pitch, int lane, int 
     for (int v = 0; v < VECTORS; v++)
 #pragma unroll
       for (int j = 0; j < WIDTH; j += 4) {
-        float4 q = IN(r, v) ? __ldg((const float4*)(p + r * STEP * pitch + COLUMN(v) + j)) : make_float4(0.f, 0.f, 0.f, 0.f);
+        float4 q = IN(r, v) ? ssd_get4(p + r * STEP * pitch + COLUMN(v) + j) : make_float4(0.f, 0.f, 0.f, 0.f);
         float* f = d + (r * VECTORS + v) * WIDTH + j;
         f[0] = ssd_rate(q.x); f[1] = ssd_rate(q.y); f[2] = ssd_rate(q.z); f[3] = ssd_rate(q.w);
       }
@@ -128,7 +154,7 @@ template <typename E> DI void ssd_vectors_load(unsigned* bw, unsigned* cw, const
 }
 // The slot of batch row b, -1 for a pad.
 template <typename L> DI L ssd_slot(const int* slots, L pitch, const L* wide, L wide_pitch, int b, int pool) {
-  L slot = slots ? (L)slots[b * pitch] : wide ? wide[b * wide_pitch] : (L)b;
+  L slot = slots ? (L)ssd_get(slots + b * pitch) : wide ? ssd_get(wide + b * wide_pitch) : (L)b;
   return slot >= 0 && slot < pool ? slot : (L)-1;
 }
 // An element of a tensor that may not be given: no address is worked out where it is not.
@@ -236,6 +262,7 @@ def program(*, arch: str, P: int, N: int, dtype: str, state_dtype: str, tied: bo
         "WIDTH": width,
         "FULL": int(full),
         "TIED": int(tied),
+        "OVERLAP": int(arch not in ("sm_80", "sm_86", "sm_89")),
         "LOAD_HINT": hint,
         "STORE_HINT": hint,
         "UNPACK": UNPACK[dtype],
@@ -285,6 +312,7 @@ def program(*, arch: str, P: int, N: int, dtype: str, state_dtype: str, tied: bo
             cw = T.alloc_local((vectors * width // 2,), "uint32")
             slot = T.alloc_var("int64", init=0)
             v, xv, rate, bias, skip, zv, total = (T.alloc_var("float32", init=0.0) for _ in range(7))
+            do("ssd_begin")
             if not tied:
                 do("ssd_rates_load", T.address_of(a[0]), T.address_of(A[h, p, 0]), A.strides[1], lane, P - p)
             for i in k.rolled(1 if tied else T.min(per, B - b0)):
