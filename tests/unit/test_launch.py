@@ -14,6 +14,7 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 from tileops import driver
 from tileops.config import Param, TensorMap
 from tileops.driver import Kernel, Launch, _api
+from tileops.errors import CorruptArtifactError
 
 MAP = TensorMap(dtype=9, dims=("64", "H"), strides=("x.stride0 * 2",), box=(64, 1), swizzle=3, promotion=2)
 PARAMS = (
@@ -145,3 +146,16 @@ def test_a_value_beyond_32_bits_and_a_grid_beyond_cuda_are_refused():
         launch(B=2**31)
     with pytest.raises(ValueError, match=r"B = -2147483649 does not fit"):
         launch(B=-(2**31) - 1)
+
+
+@pytest.mark.parametrize("grid", ["nothing", "B // (H - 4)"])
+def test_a_record_whose_sizes_have_no_value_is_refused_in_words(launched, grid):
+    record = h.artifact(params=PARAMS, tensormaps={"x_desc": MAP, "z_desc": MAP}, grid=(grid, "1", "1")).record
+    with pytest.raises(CorruptArtifactError, match="sizes in its record have no value"):
+        Launch(Kernel(record, 0, FUNCTION), {"B": 3, "H": 4, "x.stride0": 2**40}, {"dt_max": 0.5})
+    assert not launched
+
+
+def test_a_grid_below_zero_is_refused(launched):
+    with pytest.raises(ValueError, match="grid x would be -3"):
+        launch(B=-3)

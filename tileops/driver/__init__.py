@@ -26,7 +26,7 @@ from typing import Any
 from tileops import catalog, expr
 from tileops.config import Artifact, Record, TensorMap
 from tileops.driver import _api
-from tileops.errors import IncompatibleArtifactError
+from tileops.errors import CorruptArtifactError, IncompatibleArtifactError
 
 __all__ = ["DeviceInfo", "Kernel", "Launch", "check", "device_count", "device_info", "load", "stats", "unsupported"]
 
@@ -229,9 +229,9 @@ class _MapForm:
 class _Map:
     """A tensor map in a launch's buffer. It is encoded for the first address; then only the address is replaced, and only by another."""
 
-    def __init__(self, form: _MapForm, sizes: Mapping[str, int], slot: int, about: str) -> None:
+    def __init__(self, form: _MapForm, sizes: Any, slot: int, about: str) -> None:
         self._form = form
-        self._sizes = form.array(*[size(sizes) for size in form.sizes])
+        self._sizes = sizes
         self._slot = ctypes.c_void_p(slot)
         self._about = about
         self._address: int | None = None
@@ -299,12 +299,21 @@ class Launch:
 
     def __init__(self, kernel: Kernel, sizes: Mapping[str, int], floats: Mapping[str, float], absent: Collection[str] = ()) -> None:
         """Evaluates grid and scalar parameters over ``sizes`` (dimension and ``tensor.stride`` names). Tensors in ``absent`` are not
-        given: their address is 0. Raises ValueError for a grid or an int32 parameter that does not fit."""
+        given: their address is 0. Raises ValueError for a grid or an int32 parameter that does not fit, CorruptArtifactError for a
+        record whose expressions have no value for this kernel's calls."""
         record, form = kernel.record, kernel.form
-        grid = tuple([g(sizes) for g in form.grid])
+        try:
+            grid = tuple([g(sizes) for g in form.grid])
+            values = [floats[bind] if compute is None else compute(sizes) for _, bind, compute in form.scalars]
+            maps = [form.array(*[size(sizes) for size in form.sizes]) for form, _ in form.maps]
+        except (KeyError, ZeroDivisionError) as error:
+            reason = f"sizes in its record have no value ({type(error).__name__}: {error})"
+            raise CorruptArtifactError(
+                f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
+            ) from None
         self.empty = 0 in grid
         for extent, limit, axis in zip(grid, _MAX_GRID, "xyz"):
-            if extent > limit:
+            if not 0 <= extent <= limit:
                 raise ValueError(
                     f"{record.kernel}: grid {axis} would be {extent}, CUDA allows {limit}: the input is too large for one launch."
                 )
@@ -316,13 +325,10 @@ class Launch:
         start = -base % _MAP_BYTES
         slots = start + form.slots_at
         self._addresses = form.array(*[base + start + place for place in form.places])
-        self._maps = tuple([_Map(shared, sizes, base + start + place, form.about) for shared, place in form.maps])
-        values: list[float] = []
-        for kind, bind, compute in form.scalars:
-            value = floats[bind] if compute is None else compute(sizes)
+        self._maps = tuple([_Map(of, sizes, base + start + place, form.about) for (of, place), sizes in zip(form.maps, maps)])
+        for (kind, bind, _), value in zip(form.scalars, values):
             if kind == "int32" and not -(2**31) <= value < 2**31:
                 raise ValueError(f"{record.kernel}: {bind} = {value} does not fit the kernel's 32-bit parameter.")
-            values.append(value)
         _CONFIG.pack_into(self._buffer, start + form.config_at, *grid, *record.block, record.dynamic_smem, 0, 0, 0)
         form.pack_scalars(self._buffer, slots + 8 * form.pointers, *values)
         self._lock = threading.Lock()
