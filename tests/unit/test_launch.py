@@ -85,8 +85,8 @@ def launched(monkeypatch):
     return calls
 
 
-def launch(**sizes: int) -> Launch:
-    record = h.artifact(params=PARAMS, tensormaps={"x_desc": MAP, "z_desc": MAP}, grid=("B", "1", "1")).record
+def launch(grid: str = "B", **sizes: int) -> Launch:
+    record = h.artifact(params=PARAMS, tensormaps={"x_desc": MAP, "z_desc": MAP}, grid=(grid, "1", "1")).record
     return Launch(Kernel(record, 0, FUNCTION), {"B": 3, "H": 4, "x.stride0": 2**40, **sizes}, {"dt_max": 0.5})
 
 
@@ -145,14 +145,13 @@ def test_a_value_beyond_32_bits_and_a_grid_beyond_cuda_are_refused():
     with pytest.raises(ValueError, match=r"grid x would be 2147483648"):
         launch(B=2**31)
     with pytest.raises(ValueError, match=r"B = -2147483649 does not fit"):
-        launch(B=-(2**31) - 1)
+        launch("H", B=-(2**31) - 1)
 
 
 @pytest.mark.parametrize("grid", ["nothing", "B // (H - 4)"])
 def test_a_record_whose_sizes_have_no_value_is_refused_in_words(launched, grid):
-    record = h.artifact(params=PARAMS, tensormaps={"x_desc": MAP, "z_desc": MAP}, grid=(grid, "1", "1")).record
     with pytest.raises(CorruptArtifactError, match="sizes in its record have no value"):
-        Launch(Kernel(record, 0, FUNCTION), {"B": 3, "H": 4, "x.stride0": 2**40}, {"dt_max": 0.5})
+        launch(grid)
     assert not launched
 
 
