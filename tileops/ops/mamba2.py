@@ -219,7 +219,7 @@ class Mamba2FwdOp(Op):
             ("fused_main", {}),
             ("fused_clear", {}),
             ("pack_rest", {}),
-            ("chunk_cumsum", {"Q": Q, "out_dtype": "float32", "softplus": self.dt_softplus}),
+            ("chunk_cumsum", {"Q": Q, "out_dtype": "float32"}),
             ("chunk_coupling", {"Q": Q}),
             ("chunk_state", {"Q": Q, "dt_dtype": "float32"}),
             ("state_passing", {}),
