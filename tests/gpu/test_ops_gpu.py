@@ -371,6 +371,7 @@ def test_cumsum_report_47_every_head_of_every_width(heads, chunk_len):
     expected = recurrence.chunk_cumsum(given.dt, given.A, given.dt_bias, chunk_len, True)
     close(dt_out, expected[0], 1e-6, "dt_out")
     close(dA, expected[1], 1e-6, "dA_cumsum")
+    assert dA.flatten(2)[..., 299:].eq(dA.flatten(2)[..., 299:300]).all(), "not flat behind the last token"
 
 
 @pytest.mark.parametrize("out_dtype", [F32, BF16, FP16], ids=str)

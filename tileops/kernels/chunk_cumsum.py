@@ -59,7 +59,7 @@ static __device__ __forceinline__ float tileops_before(float v, int lane) {
   float up = __shfl_up_sync(0xffffffffu, v, 1, LANES);
   return lane > 0 ? up : 0.f;
 }
-static __device__ __forceinline__ float tileops_all(float v) { return __shfl_sync(0xffffffffu, v, LANES - 1, LANES); }
+static __device__ __forceinline__ float tileops_of(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane, LANES); }
 """
 
 #: 2 artanh(s) / s in powers of s**2.
@@ -130,6 +130,17 @@ def program(*, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
         for i in T.unroll(fours):
             for e in T.unroll(4):
                 part[i * 4 + e] = before[i] + part[i * 4 + e]
+        if not k._cpu:
+            if c * Q + Q > S:
+                # Sums behind the last token must be its own, not others of the same terms: its four ends in it.
+                last = T.alloc_var("int32", init=S - 1 - c * Q)
+                final = T.alloc_var("float32", init=part[3])
+                if fours > 1:
+                    if last >= 4 * lanes:
+                        final = part[4 * fours - 1]
+                final = T.call_extern("float32", "tileops_of", final, last // 4 % lanes)
+                for i in T.unroll(fours * 4):
+                    part[i] = T.Select((i // 4 * lanes + lane) * 4 + i % 4 > last, final, part[i])
         if first + h < H:
             for i in T.unroll(fours):
                 for e in T.vectorized(4):
@@ -202,7 +213,7 @@ def program(*, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
                         total = T.call_extern("float32", "tileops_sum", part[i * 4 + 3], t % lanes)
                         before[i] = whole + T.call_extern("float32", "tileops_before", total, t % lanes)
                         if i + 1 < fours:
-                            whole = T.call_extern("float32", "tileops_all", total)
+                            whole = T.call_extern("float32", "tileops_of", total, lanes - 1)
                     put(part, before, dA_cumsum, first, b, c, t // lanes, t % lanes)
 
     return k.complete(chunk_cumsum)
