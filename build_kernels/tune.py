@@ -230,17 +230,15 @@ def _call(kernel: str, config: Mapping[str, Any], B: int, S: int, H: int, G: int
         return dt.to(getattr(torch, str(config["dt_dtype"]))), torch.cumsum(-dt * (1 + 15 * uniform(H, 1, 1)), -1)
 
     if kernel == "chunk_cumsum":
-        op: Any = mamba.SSDChunkCumsumFwdOp(Q, getattr(torch, str(config["out_dtype"])), bool(config["softplus"]))
-        return op, [normal(B, S, H), -1 - 15 * uniform(H), uniform(H) - 3 if config["has_bias"] else None]
+        op: Any = mamba.SSDChunkCumsumFwdOp(Q, getattr(torch, str(config["out_dtype"])), True)
+        return op, [normal(B, S, H), -1 - 15 * uniform(H), uniform(H) - 3]
     if kernel == "chunk_coupling":
         return mamba.SSDChunkCouplingFwdOp(Q), [normal(B, S, G, N), normal(B, S, G, N)]
     if kernel == "state_passing":
-        initial = normal(B, H, P * N) if config["has_initial_states"] else None
-        return mamba.SSDStatePassingFwdOp(), [normal(B, C, H, P * N), -uniform(B, H, C), initial]
+        return mamba.SSDStatePassingFwdOp(), [normal(B, C, H, P * N), -uniform(B, H, C), normal(B, H, P * N)]
     dt, cumsum = steps()
     if kernel == "chunk_state":
-        seq_idx = torch.arange(S, device="cuda", dtype=torch.int32).div(Q + Q // 2, rounding_mode="floor").expand(B, S)
-        return mamba.SSDChunkStateFwdOp(), [normal(B, S, H, P), normal(B, S, G, N), dt, cumsum, seq_idx if config["has_seq_idx"] else None]
+        return mamba.SSDChunkStateFwdOp(), [normal(B, S, H, P), normal(B, S, G, N), dt, cumsum]
     x, Cm = normal(B, S, H, P), normal(B, S, G, N)
     cb = torch.empty(B, C, G, Q, Q, dtype=x.dtype, device="cuda").normal_(generator=g)
     return mamba.SSDChunkScanFwdOp(), [x, cb, cumsum, Cm, torch.empty(B, C, H, P, N, device="cuda").normal_(generator=g), dt]

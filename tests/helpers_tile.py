@@ -13,7 +13,7 @@ import importlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +76,22 @@ def scheduled(**values: int) -> Iterator[None]:
         _chosen.clear()
 
 
-def run(kernel: str, fields: dict[str, Any], tensors: dict[str, np.ndarray], **scalars: float) -> None:
-    """Calls ``kernel`` in place on ``tensors``; parameters are bound by name as a record binds them."""
+def run(kernel: str, fields: dict[str, Any], tensors: Mapping[str, np.ndarray | None], **scalars: float) -> None:
+    """Calls ``kernel`` in place on ``tensors``, None for one that is not given; parameters are bound by name as a record binds them."""
     function, params = build(kernel, tuple(sorted(fields.items())), tuple(sorted(_chosen.items())))
     sizes: dict[str, Any] = dict(scalars)
     for name, tensor in tensors.items():
+        if tensor is None:
+            sizes.update((f"{name}.stride{dim}", 0) for dim in range(6))
+            continue
         for dim, stride in enumerate(tensor.strides):
             assert stride % tensor.itemsize == 0
             sizes[f"{name}.stride{dim}"] = stride // tensor.itemsize
     values = []
     for p in params:
         if p.kind == "pointer":
-            values.append(ctypes.c_void_p(tensors[p.bind].ctypes.data))
+            tensor = tensors[p.bind]
+            values.append(ctypes.c_void_p(0 if tensor is None else tensor.ctypes.data))
         else:
             value = sizes[p.bind] if p.kind == "float32" else expr.evaluate(p.bind, sizes)
             values.append(SCALARS[p.kind](value))

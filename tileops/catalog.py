@@ -60,12 +60,7 @@ def overlaps(kernel: str, arch: str) -> bool:
 
 #: kernel -> compile-time field -> values it may take. Order of kernels is the order of the stages.
 KERNELS: dict[str, dict[str, tuple[Value, ...]]] = {
-    "chunk_cumsum": {
-        "Q": CHUNK_LENGTHS,
-        "out_dtype": ("float32", *DTYPES),
-        "softplus": BOOLS,
-        "has_bias": BOOLS,
-    },
+    "chunk_cumsum": {"Q": CHUNK_LENGTHS, "out_dtype": ("float32", *DTYPES)},
     "chunk_coupling": {"Q": CHUNK_LENGTHS, "N": STATE_DIMS, "dtype": DTYPES, "aligned": BOOLS},
     "chunk_state": {
         "Q": CHUNK_LENGTHS,
@@ -73,10 +68,9 @@ KERNELS: dict[str, dict[str, tuple[Value, ...]]] = {
         "N": STATE_DIMS,
         "dtype": DTYPES,
         "dt_dtype": ("float32", *DTYPES),
-        "has_seq_idx": BOOLS,
         "aligned": BOOLS,
     },
-    "state_passing": {"has_initial_states": BOOLS},
+    "state_passing": {"aligned": BOOLS},
     "chunk_scan": {
         "Q": CHUNK_LENGTHS,
         "P": HEAD_DIMS,
@@ -92,7 +86,7 @@ KERNELS: dict[str, dict[str, tuple[Value, ...]]] = {
     "pack_rest": {},
     "seq_runs": {"Q": CHUNK_LENGTHS},
     "seq_mask": {"Q": CHUNK_LENGTHS},
-    "seq_passing": {"has_initial_states": BOOLS, "packed": BOOLS},
+    "seq_passing": {"packed": BOOLS},
     "gate": {"dtype": DTYPES, "half": BOOLS, "aligned": BOOLS},
     "fused_clear": {},
     "fused_main": {"P": HEAD_DIMS, "N": STATE_DIMS, "dtype": DTYPES, "y_float32": BOOLS},

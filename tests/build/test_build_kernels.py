@@ -27,17 +27,15 @@ TWO = """
 archs = ["sm_90a"]
 [[block]]
 kernel = "state_passing"
-has_initial_states = [false]
+aligned = [false]
 [[block]]
 kernel = "chunk_cumsum"
 Q = [64]
 out_dtype = ["float32"]
-softplus = [true]
-has_bias = [true]
 """
 KEYS = {
-    catalog.config("state_passing", "sm_90a", has_initial_states=False).key,
-    catalog.config("chunk_cumsum", "sm_90a", Q=64, out_dtype="float32", softplus=True, has_bias=True).key,
+    catalog.config("state_passing", "sm_90a", aligned=False).key,
+    catalog.config("chunk_cumsum", "sm_90a", Q=64, out_dtype="float32").key,
 }
 
 
@@ -144,13 +142,13 @@ def test_a_damaged_kernel_is_found_by_check_and_built_again(built, matrix, tmp_p
     out = tmp_path / "out"
     shutil.copytree(built, out)
     assert run("--matrix", matrix, "--out", out, "--check", "--only", "state_passing").returncode == 0
-    damaged = out / "sm_90a" / f"{catalog.config('state_passing', 'sm_90a', has_initial_states=False).key}.cubin"
+    damaged = out / "sm_90a" / f"{catalog.config('state_passing', 'sm_90a', aligned=False).key}.cubin"
     good = damaged.read_bytes()
     damaged.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     content = files(out)
     checked = run("--matrix", matrix, "--out", out, "--check", "--only", "state_passing")
     assert checked.returncode == 3
-    assert f"DIFFERS {catalog.config('state_passing', 'sm_90a', has_initial_states=False)}" in checked.stdout
+    assert f"DIFFERS {catalog.config('state_passing', 'sm_90a', aligned=False)}" in checked.stdout
     assert files(out) == content
     again = run("--matrix", matrix, "--out", out)
     assert again.returncode == 0 and table(again)["built"] == 1 and table(again)["present"] == 1
@@ -294,5 +292,5 @@ def test_a_folder_that_cannot_be_written_is_said_so(matrix, tmp_path):
 
 def test_writer_agrees_with_the_lookup_of_a_site_root(built, monkeypatch):
     monkeypatch.setenv("TILEOPS_ARTIFACT_PATH", str(built))
-    lookup = store.find(catalog.config("state_passing", "sm_90a", has_initial_states=False), policy="packaged")
+    lookup = store.find(catalog.config("state_passing", "sm_90a", aligned=False), policy="packaged")
     assert lookup.kind in ("packaged", "site") and lookup.artifact is not None

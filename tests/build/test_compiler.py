@@ -12,7 +12,7 @@ from tileops import catalog, compiler
 from tileops.compiler import nvrtc, toolchain
 from tileops.errors import CompileError
 
-CONFIG = {"has_initial_states": True}
+CONFIG = {"aligned": True}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_cubin_is_small_because_unused_globals_are_pruned(artifact):
 def test_bytes_do_not_depend_on_process_folder_or_environment(artifact, tmp_path):
     code = (
         "from tileops import catalog, compiler; import hashlib;"
-        "print(hashlib.sha256(compiler.build(catalog.config('state_passing', 'sm_90a', has_initial_states=True)).cubin).hexdigest())"
+        "print(hashlib.sha256(compiler.build(catalog.config('state_passing', 'sm_90a', aligned=True)).cubin).hexdigest())"
     )
     root = str(Path(__file__).parents[2])
     env = {
@@ -58,7 +58,7 @@ def test_without_a_home_it_compiles_all_the_same(artifact, tmp_path):
     """TileLang makes a cache folder in HOME when it is imported; where there is no HOME it gets a private one."""
     code = (
         "from tileops import catalog, compiler; import os;"
-        "print(compiler.build(catalog.config('state_passing', 'sm_90a', has_initial_states=True)).record.cubin_sha256);"
+        "print(compiler.build(catalog.config('state_passing', 'sm_90a', aligned=True)).record.cubin_sha256);"
         "assert not os.path.exists('/nonexistent')"
     )
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2]), "HOME": "/nonexistent", "TMPDIR": str(tmp_path)}

@@ -46,7 +46,7 @@ def test_blocks_archs_and_shared_kernels(tmp_path):
     )
     small, large = models.preset("mamba2-130m"), models.preset("mamba2-2.7b")
     expected = {c.key for c in [*small.kernels(["sm_80", "sm_90a"]), *large.kernels(["sm_90a"], "float16")]}
-    expected |= {catalog.config("state_passing", "sm_120a", has_initial_states=value).key for value in (False, True)}
+    expected |= {catalog.config("state_passing", "sm_120a", aligned=value).key for value in (False, True)}
     assert {c.key for c in matrix.load(path)} == expected
     assert {c.arch for c in matrix.load(path, archs=["sm_89"])} == {"sm_89"}
 

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.xdist_group("build_kernels"),
 ]
 
-MATRIX = 'archs = ["sm_90a"]\n[[block]]\nkernel = "state_passing"\nhas_initial_states = [false]\n'
+MATRIX = 'archs = ["sm_90a"]\n[[block]]\nkernel = "state_passing"\naligned = [false]\n'
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def measured(work: Path, **us: list[float]) -> None:
 
 
 def decided(work: Path) -> list[dict]:
-    return tune.decide(work, {tune._title(catalog.config("state_passing", "sm_90a", has_initial_states=False))})
+    return tune.decide(work, {tune._title(catalog.config("state_passing", "sm_90a", aligned=False))})
 
 
 def test_the_default_and_the_candidates_are_compiled_and_a_refusal_is_kept(work):

@@ -211,6 +211,6 @@ def test_a_broken_artifact_package_is_named(tileops, tmp_path):
     assert done.status == 1 and "kernels-of-acme 1.0" in only_problem(done)["what"]
     (tmp_path / "lib" / "acme_kernels").mkdir()
     (tmp_path / "lib" / "acme_kernels" / "__init__.py").touch()
-    write_packaged(tmp_path / "lib" / "acme_kernels", [h.artifact(catalog.config("state_passing", "sm_80", has_initial_states=True))])
+    write_packaged(tmp_path / "lib" / "acme_kernels", [h.artifact(catalog.config("state_passing", "sm_80", aligned=True))])
     done = tileops("doctor", "--json", PYTHONPATH=str(tmp_path / "lib"))
     assert done.status == 0 and [r["kernels"] for r in done.json["roots"] if "acme" in r["name"]] == [1]

@@ -182,7 +182,7 @@ def test_missing_kernels_are_compiled_once_and_rebuild_to_the_same_bytes(tileops
     again = tileops("warm", *VALUES, *FAST)
     assert again.status == 0 and "2 of 2 are there" in again.out and f"user cache {tileops.cache}  2" in again.out and not again.err
     assert tileops("warm", "--check", *VALUES, *FAST, TILEOPS_POLICY="cached").status == 0
-    done = tileops("verify", "--rebuild", "--only", "state_passing has_initial_states=True", "--json")
+    done = tileops("verify", "--rebuild", "--only", "state_passing aligned=True", "--json")
     assert done.status == 0 and (done.json["rebuilt"]["kernels"], done.json["rebuilt"]["differing"]) == (1, [])
     # An entry that is whole, and not what the compiler makes of its config: only a rebuild can tell.
     (entry,) = [p for p in (tileops.cache / "v1").iterdir() if p.name.startswith(config_of(True).key)]
@@ -198,8 +198,8 @@ def test_missing_kernels_are_compiled_once_and_rebuild_to_the_same_bytes(tileops
     assert tileops(*rebuild[:2]).status == 0
 
 
-def config_of(has_initial_states: bool):
-    return catalog.config("state_passing", "sm_80", has_initial_states=has_initial_states)
+def config_of(aligned: bool):
+    return catalog.config("state_passing", "sm_80", aligned=aligned)
 
 
 @compiles
@@ -208,18 +208,18 @@ def test_a_kernel_that_fails_does_not_lose_the_others(tmp_path):
     package = copy_package(tmp_path / "package")
     kernel = package / "tileops" / "kernels" / "state_passing.py"
     kernel.write_text(
-        kernel.read_text() + "\n\n_good = program\n\n\ndef program(*, has_initial_states, **schedule):\n"
-        "    if has_initial_states:\n        raise ValueError('half of it is broken')\n"
-        "    return _good(has_initial_states=False, **schedule)\n"
+        kernel.read_text() + "\n\n_good = program\n\n\ndef program(*, aligned, **schedule):\n"
+        "    if aligned:\n        raise ValueError('half of it is broken')\n"
+        "    return _good(aligned=False, **schedule)\n"
     )
     tileops = Command(package, tmp_path)
     done = tileops("warm", *VALUES, *FAST, "--json", TMPDIR=str(tmp_path))
     assert done.status == 1
-    assert [each["config"] for each in done.json["compiled"]] == [{"has_initial_states": False}]
+    assert [each["config"] for each in done.json["compiled"]] == [{"aligned": False}]
     (failed,) = done.json["failed"]
-    assert failed["config"] == {"has_initial_states": True} and "half of it is broken" in failed["error"]
+    assert failed["config"] == {"aligned": True} and "half of it is broken" in failed["error"]
     assert done.json["missing"] == [{name: failed[name] for name in ("kernel", "arch", "config", "key")}]
-    assert "failed: state_passing[has_initial_states=True; sm_80]" in done.err
+    assert "failed: state_passing[aligned=True; sm_80]" in done.err
     assert tileops("verify").status == 0
 
 

@@ -136,6 +136,20 @@ def test_reports_1_2_4_and_12_extreme_decays(path, seqlen, rate, step, dtype):
     check(case, got, expected, TOLERANCE[dtype])
 
 
+@BOTH_PATHS
+@pytest.mark.parametrize(("rate", "first"), [(-math.inf, 1.0), (-0.1, 1e7)], ids=str)
+def test_what_follows_a_step_that_forgets_everything_decays_as_it_should(path, rate, first):
+    case = Case(1, 300, 4, 64, 128, 1, 64)
+    given = on_gpu(case, FP16)
+    dt = torch.zeros_like(given.dt)
+    dt[:, 5] = first
+    if rate == -0.1:
+        dt[:, 8:] = 1.0
+    x = torch.where(dt.unsqueeze(-1) > 1, 0.0, given.x)
+    args = x, dt, torch.full_like(given.A, rate), given.B, given.C, None, given.initial_states
+    check(case, call(Mamba2FwdOp(64, False), *args), recurrence.mamba2(*args, dt_softplus=False), TOLERANCE[FP16])
+
+
 def test_report_12_no_time_keeps_the_state_and_adds_nothing():
     case = Case(1, 300, 4, 64, 128, 1, 128)
     given = on_gpu(case)
@@ -357,6 +371,7 @@ def test_cumsum_report_47_every_head_of_every_width(heads, chunk_len):
     expected = recurrence.chunk_cumsum(given.dt, given.A, given.dt_bias, chunk_len, True)
     close(dt_out, expected[0], 1e-6, "dt_out")
     close(dA, expected[1], 1e-6, "dA_cumsum")
+    assert dA.flatten(2)[..., 299:].eq(dA.flatten(2)[..., 299:300]).all(), "not flat behind the last token"
 
 
 @pytest.mark.parametrize("out_dtype", [F32, BF16, FP16], ids=str)

@@ -80,7 +80,7 @@ def _launch(record: dict, cubin: bytes, tensors: dict[str, torch.Tensor], sizes:
 
 
 def test_state_passing_runs_from_its_record_alone():
-    record, cubin = _record(_arch(), "state_passing", has_initial_states=True)
+    record, cubin = _record(_arch(), "state_passing", aligned=True)
     batch, chunks, heads, m = 2, 5, 3, 64 * 128
     generator = torch.Generator("cuda").manual_seed(1)
     states = torch.randn(batch, chunks, heads, m, device="cuda", generator=generator)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 def test_candidates_are_checked_timed_and_measured_once(tmp_path, monkeypatch):
     arch = catalog.archs_for(*torch.cuda.get_device_capability())[0]
-    config = catalog.config("state_passing", arch, has_initial_states=True)
+    config = catalog.config("state_passing", arch, aligned=True)
     found = store.find(config).artifact
     assert found is not None, "the kernel is not packaged"
     work, table = tmp_path / "work", tmp_path / "table.json"
@@ -30,7 +30,7 @@ def test_candidates_are_checked_timed_and_measured_once(tmp_path, monkeypatch):
         (work / f"{variant.key}.cubin").write_bytes(Artifact(record, found.cubin).check().cubin)
         (work / f"{variant.key}.json").write_text(record.to_json())
     monkeypatch.setattr(tune, "measure", lambda artifact, real=tune.measure: real(artifact, [(2, 1000, 4)]))
-    line = ["--measure", "--arch", arch, "--only", "state_passing has_initial_states=True", "--work", str(work), "--table", str(table)]
+    line = ["--measure", "--arch", arch, "--only", "state_passing aligned=True", "--work", str(work), "--table", str(table)]
     assert tune.main(line) == 0
     results = {path: path.read_bytes() for path in work.glob("*.measured")}
     assert len(results) == 2

@@ -10,6 +10,8 @@ import torch
 from ssd_cases import Case, close, inputs
 
 from tileops.mamba import SSDChunkCumsumFwdOp
+from tileops.ops import chunk_cumsum as stage
+from tileops.reference import chunk_cumsum as definition
 
 
 def check(case: Case, dt, A, dt_bias, tolerance: float = 1e-6, **options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,9 +82,18 @@ def test_default_bounds_raise_negative_dt_to_zero():
 
 
 def test_no_time_at_an_infinite_rate_adds_nothing():
-    """0 * -inf is NaN."""
+    """0 * -inf is NaN, and so is the difference of two sums of -inf, which is how a decay is made."""
     _, dA = SSDChunkCumsumFwdOp(4)(torch.tensor([0.0, 1.0, 0.0]).view(1, 3, 1), torch.tensor([-math.inf]))
-    assert dA.flatten().tolist() == [0.0, -math.inf, -math.inf, -math.inf]
+    assert dA.flatten().tolist() == [0.0, *[torch.tensor(-1e30).item()] * 3]
+
+
+def test_terms_above_the_lowest_are_what_they_are():
+    dt = torch.tensor([1e29, 1.0, 2e30]).view(1, 3, 1)
+    _, dA = SSDChunkCumsumFwdOp(4)(dt, torch.tensor([-1.0]))
+    assert torch.equal(dA.flatten(), torch.tensor([-1e29, -1e29, -1.1e30, -1.1e30]))
+    for name in ("LOWEST_TERM", "FADED_TERM"):
+        assert getattr(definition, name) == getattr(stage, name)
+    assert torch.tensor(stage.FADED_TERM).exp() == 0
 
 
 @pytest.mark.parametrize(("batch", "seqlen"), [(0, 70), (2, 0)])

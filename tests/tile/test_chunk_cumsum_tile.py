@@ -7,15 +7,22 @@ import pytest
 from helpers_tile import Guarded, run, scattered
 
 
-def launch(dt, A, bias, Q, softplus, dt_min=0.0, dt_max=np.inf):
+def launch(dt, A, bias, Q, softplus, dt_min=0.0, dt_max=np.inf, lowest=-1e30):
     B, S, H = dt.shape
     C = -(-S // Q)
     out, cumsum = Guarded((B, H, C, Q)), Guarded((B, H, C, Q))
-    tensors = {"dt": scattered(dt), "A": A, "dt_out": out.array, "dA_cumsum": cumsum.array}
-    if bias is not None:
-        tensors["dt_bias"] = bias
-    fields = {"Q": Q, "out_dtype": "float32", "softplus": softplus, "has_bias": bias is not None}
-    run("chunk_cumsum", fields, tensors, B=B, S=S, H=H, C=C, dt_min=dt_min, dt_max=dt_max)
+    tensors = {"dt": scattered(dt), "A": A, "dt_bias": bias, "dt_out": out.array, "dA_cumsum": cumsum.array}
+    sizes = {"B": B, "S": S, "H": H, "C": C}
+    run(
+        "chunk_cumsum",
+        {"Q": Q, "out_dtype": "float32"},
+        tensors,
+        **sizes,
+        dt_min=dt_min,
+        dt_max=dt_max,
+        softplus=float(softplus),
+        lowest=lowest,
+    )
     return out.check(), cumsum.check()
 
 
@@ -71,7 +78,13 @@ def test_the_clamp_comes_after_bias_and_softplus_and_the_sum_sees_it() -> None:
 def test_infinite_rate_makes_no_nan_from_dt_of_zero() -> None:
     dt = np.float32([[[0.0], [1.0], [0.0]]])
     _, cumsum = launch(dt, np.float32([-np.inf]), None, 16, False)
-    assert cumsum[0, 0, 0, 0] == 0 and (cumsum[0, 0, 0, 1:] == -np.inf).all()
+    assert cumsum[0, 0, 0, 0] == 0 and (cumsum[0, 0, 0, 1:] == np.float32(-1e30)).all()
+
+
+def test_a_term_below_the_lowest_counts_as_that_and_leaves_digits_to_the_sums_behind_it() -> None:
+    dt = np.float32([1e30, 1, 1, 1e30, 1]).reshape(1, 5, 1)
+    _, cumsum = launch(dt, np.float32([-0.25]), None, 16, False, lowest=-96.0)
+    np.testing.assert_array_equal(cumsum[0, 0, 0, :6], [-96, -96.25, -96.5, -192.5, -192.75, -192.75])
 
 
 def test_nan_stays_nan_and_stays_with_its_head() -> None:

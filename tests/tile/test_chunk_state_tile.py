@@ -11,9 +11,8 @@ def launch(x, Bm, dt, cumsum, seq_idx=None):
     (B, S, H, P), (G, N), (C, Q) = x.shape, Bm.shape[2:], dt.shape[2:]
     out = Guarded((B, C, H, P, N))
     tensors = {"x": scattered(x), "Bm": scattered(Bm), "dt": dt, "dA_cumsum": cumsum, "states": out.array}
-    if seq_idx is not None:
-        tensors["seq_idx"] = scattered(seq_idx)
-    fields = {"Q": Q, "P": P, "N": N, "dtype": x.dtype.name, "dt_dtype": "float32", "has_seq_idx": seq_idx is not None, "aligned": False}
+    tensors["seq_idx"] = None if seq_idx is None else scattered(seq_idx)
+    fields = {"Q": Q, "P": P, "N": N, "dtype": x.dtype.name, "dt_dtype": "float32", "aligned": False}
     run("chunk_state", fields, tensors, B=B, S=S, H=H, G=G, C=C)
     return out.check()
 
@@ -68,7 +67,7 @@ def test_float16_products_beyond_its_range_and_below_it() -> None:
     assert (np.abs(got - want) <= 2e-3 * scale).all()
 
 
-def test_seq_idx_selects_the_last_sequence_and_reads_no_other() -> None:
+def test_seq_idx_selects_the_last_sequence_and_lets_no_other_in() -> None:
     Q, S, H = 16, 45, 2
     x, Bm, dt, cumsum = inputs(Q, 16, 16, S, H, 1)
     seq_idx = np.zeros((2, S), np.int32)

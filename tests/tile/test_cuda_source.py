@@ -13,10 +13,6 @@ from tileops.compiler.lower import Lowered, lower
 
 MODEL = {"Q": 128, "P": 80, "N": 144, "dtype": "bfloat16", "dt_dtype": "float32", "out_dtype": "float32", "state_dtype": "bfloat16"}
 FLAGS = {
-    "softplus": True,
-    "has_bias": True,
-    "has_seq_idx": True,
-    "has_initial_states": True,
     "tied": False,
     "y_float32": True,
     "packed": True,
@@ -47,7 +43,7 @@ TOKENS = dict.fromkeys(("gate", "pack_rows", "pack_rest", "seq_passing"), INDEX 
 VECTORS = ("fused_clear", "pack_starts", "pack_map")
 
 #: Kernels that compute more than offsets of sizes that the grid or a token bounds: only their subscripts are offsets.
-SUBSCRIPTS = ("fused_main", "recurrent", "gate", "pack_rows", "pack_tails", "pack_rest", "seq_mask")
+SUBSCRIPTS = ("chunk_cumsum", "fused_main", "recurrent", "gate", "pack_rows", "pack_tails", "pack_rest", "seq_mask")
 
 
 def narrow_products(text: str, index: str) -> list[str]:
@@ -57,14 +53,14 @@ def narrow_products(text: str, index: str) -> list[str]:
 
 
 def subscripts(text: str) -> str:
-    """What stands in the subscripts of the kernel's tensors (parameters: pointers in the head of the text)."""
+    """What stands in the subscripts of the kernel's tensors (parameters: pointers in the head of the text), or is added to them."""
     head, code = text.split("{", 1)
     tensors = "|".join(re.findall(r"__restrict__ (\w+)", head))
     found = []
-    for start in re.finditer(rf"\b(?:{tensors})\[", code):
+    for start in re.finditer(rf"\b(?:{tensors})(?:\[| \+ \()", code):
         depth, end = 1, start.end()
         while depth:
-            depth += {"[": 1, "]": -1}.get(code[end], 0)
+            depth += {"[": 1, "(": 1, "]": -1, ")": -1}.get(code[end], 0)
             end += 1
         found.append(code[start.end() : end - 1])
     return "\n".join(found)
@@ -158,7 +154,18 @@ def test_optional_tensors_are_passed_on_to_be_tested_and_never_indexed(state_dty
         assert not re.search(rf"(?<!&\()\b{name}\[|\b{name}\[(?!\(int64_t\)0\])", code), name  # but for the address &(y[0])
     for name in ("state", "y", "y_half"):  # a const one would let loads go through the read-only cache, and stores nowhere
         assert not re.search(rf"const \w+\* __restrict__ {name}\b", head), name
-    assert lowered("state_passing").optional == ()
+    assert lowered("chunk_scan").optional == ()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [("chunk_cumsum", "dt_bias"), ("chunk_state", "seq_idx"), ("state_passing", "initial_states"), ("seq_passing", "initial_states")],
+)
+def test_a_tensor_that_may_be_absent_is_read_behind_a_test_of_its_address(kernel: str, name: str) -> None:
+    assert lowered(kernel).optional == (name,)
+    code = body(kernel).split("{", 1)[1]
+    test = re.search(rf"{name} == NULL", code)
+    assert test and not re.search(rf"\b{name}(\[| \+)", code[: test.start()])
 
 
 @pytest.mark.parametrize("dtype", catalog.DTYPES)
@@ -170,6 +177,6 @@ def test_the_decode_state_is_read_and_written_16_bytes_at_a_time(dtype: str) -> 
         assert result.source.count('@p ld.global" LOAD_HINT ".v4.b32') == result.source.count('@p st.global" STORE_HINT ".v4.b32') == 1
 
 
-def test_softplus_uses_the_exact_exp() -> None:
-    text = body("chunk_cumsum")
-    assert "expf(" in text and "__expf" not in text and "logf" not in text
+def test_softplus_is_neither_the_fast_exp_nor_the_fast_log() -> None:
+    text = lowered("chunk_cumsum").source
+    assert "tileops_softplus(part" in text and "__expf" not in text and "logf" not in text

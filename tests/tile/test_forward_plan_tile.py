@@ -199,6 +199,21 @@ def test_infinite_rates_in_a_pack_keep_only_the_token_itself() -> None:
     )
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("rate", "first"), [(-math.inf, 1.0), (-0.1, 1e7)], ids=str)
+def test_what_follows_a_step_that_forgets_everything_decays_as_it_should(rate: float, first: float, packed: bool) -> None:
+    case = Case(1, 100, 4, 16, 32, 2, Q)
+    given = inputs(case, FP16)
+    dt = torch.zeros_like(given.dt)
+    dt[:, 5] = first
+    if rate == -0.1:
+        dt[:, 8:] = 1.0
+    x = torch.where(dt.unsqueeze(-1) > 1, 0.0, given.x)
+    args = x, dt, torch.full((4,), rate), given.B, given.C, None, states(case, 2 if packed else 1)
+    features = {"cu_seqlens": pack([30, 70])} if packed else {}
+    check(forward(Mamba2FwdOp(Q, False), *args, **features), recurrence.mamba2(*args, dt_softplus=False, **features))
+
+
 @pytest.mark.parametrize("with_initial", [False, True])
 @pytest.mark.parametrize(("seqlen", "lengths"), [(0, []), (40, []), (0, [0, 0]), (40, [0, 0])])
 def test_packs_of_nothing(seqlen: int, lengths: list[int], with_initial: bool) -> None:

@@ -74,9 +74,8 @@ def test_a_state_is_dropped_where_a_sequence_begins_be_it_nan(C: int, M: int, ha
     states[0, max(C // 2 - 1, 0)] = np.nan
     before, final = Guarded((B, C, H, M)), Guarded((B, H, M))
     tensors = {"states": scattered(states), "dA_chunk": passed, "bounds": cuts, "prev_states": before.array, "final_states": final.array}
-    if has_initial_states:
-        tensors["initial_states"] = scattered(initial)
-    run("seq_passing", {"has_initial_states": has_initial_states, "packed": False}, tensors, B=B, H=H, C=C, M=M)
+    tensors["initial_states"] = scattered(initial) if has_initial_states else None
+    run("seq_passing", {"packed": False}, tensors, B=B, H=H, C=C, M=M)
     s = initial.astype(float) if has_initial_states else np.zeros((B, H, M))
     for c in range(C):
         np.testing.assert_allclose(before.check()[:, c], s, rtol=1e-5, atol=1e-6)
@@ -97,9 +96,8 @@ def test_chains_of_a_pack(has_initial_states: bool) -> None:
     before, final = Guarded((1, C, H, M)), Guarded((B, H, M))
     tensors = {"states": states, "dA_chunk": passed, "prev_states": before.array, "final_states": final.array}
     tensors["bounds"] = np.array(starts, np.int32)
-    if has_initial_states:
-        tensors["initial_states"] = initial
-    run("seq_passing", {"has_initial_states": has_initial_states, "packed": True}, tensors, B=B, H=H, C=C, M=M)
+    tensors["initial_states"] = initial if has_initial_states else None
+    run("seq_passing", {"packed": True}, tensors, B=B, H=H, C=C, M=M)
     for n in range(B):
         s = initial[n].astype(float) if has_initial_states else np.zeros((H, M))
         for c in range(starts[n], starts[n + 1]):

@@ -35,7 +35,7 @@ def test_reports_53_and_54_a_gpu_without_kernels_is_refused_by_name(monkeypatch,
     with pytest.raises(
         IncompatibleArtifactError, match=rf"device 0 is a GPU of .*{capability[0]}\.{capability[1]}.*sm_90a".replace("device", "[Dd]evice")
     ):
-        _resolve.obtain("state_passing", {"has_initial_states": False}, 0)
+        _resolve.obtain("state_passing", {"aligned": False}, 0)
 
 
 def test_reports_50_and_55_the_arch_follows_the_tensors_device(monkeypatch):
@@ -51,5 +51,5 @@ def test_reports_50_and_55_the_arch_follows_the_tensors_device(monkeypatch):
     monkeypatch.setattr(_resolve.store, "find", find)
     for ordinal in (1, 0):
         with pytest.raises(LookupError):
-            _resolve.obtain("state_passing", {"has_initial_states": True}, ordinal)
+            _resolve.obtain("state_passing", {"aligned": True}, ordinal)
     assert asked == ["sm_90a", "sm_80"]

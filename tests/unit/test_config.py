@@ -20,8 +20,8 @@ from tileops.errors import CorruptArtifactError
 #: Keys of these configs with this source text digest, for ever (or until config.SCHEMA is raised).
 GOLDEN = [
     (
-        ("chunk_cumsum", "sm_80", {"Q": 256, "out_dtype": "float32", "softplus": True, "has_bias": True}),
-        "8380658ffdff1e451be1599b7bb14c443b4d399183176a100f92263f44418ccc",
+        ("chunk_cumsum", "sm_80", {"Q": 256, "out_dtype": "float32"}),
+        "a004c8f843018be8fc94e07b0724a1f9d9df8f27c016e78a61915ded7cb7c7b9",
     ),
     (
         ("chunk_coupling", "sm_90a", {"Q": 256, "N": 128, "dtype": "bfloat16", "aligned": True}),
@@ -31,18 +31,18 @@ GOLDEN = [
         (
             "chunk_state",
             "sm_90a",
-            {"Q": 128, "P": 64, "N": 128, "dtype": "float16", "dt_dtype": "float32", "has_seq_idx": False, "aligned": False},
+            {"Q": 128, "P": 64, "N": 128, "dtype": "float16", "dt_dtype": "float32", "aligned": False},
         ),
-        "e6c3e67d7a060031d89cb81826e04ef96699c2c572cb6cd05284872a571b9c83",
+        "c00186647b45933e5804a40099ac170814a59df0030882b67142dea282284a5c",
     ),
-    (("state_passing", "sm_120a", {"has_initial_states": True}), "c2a4db9c3351edb67da9d1ee28f03ca653fd0421ba3caaeb704d13eb93fc34a9"),
+    (("state_passing", "sm_120a", {"aligned": True}), "e32819bc56a45e2f936220006b3da7ad1bb83c7d53908f3153aedb106fc0f655"),
     (
         ("chunk_scan", "sm_100a", {"Q": 256, "P": 64, "N": 64, "dtype": "bfloat16", "dt_dtype": "bfloat16", "aligned": True}),
         "be85300e438b5f8594d4a1acff02b3bef76e6b5aa25930466e0c8b6e4d426a13",
     ),
     (
-        ("seq_passing", "sm_80", {"has_initial_states": True, "packed": False}),
-        "43abc9e81e96e9f596849a01fa8d9795a99602437f70fb2c3a578890d4ad3888",
+        ("seq_passing", "sm_80", {"packed": False}),
+        "1d56e2edcb7d932a7f615432d6fabda7387a927cf55638c293d14af88a4bca64",
     ),
     (
         ("gate", "sm_90a", {"dtype": "bfloat16", "half": True, "aligned": True}),
@@ -70,7 +70,7 @@ def test_every_field_is_in_the_key(monkeypatch):
         KernelConfig.make(kernel, arch, values, "cd" * 32),
         KernelConfig.make(kernel, arch, {**values, "another": 1}, h.SOURCE),
     ]
-    other = {"Q": 256, "P": 128, "N": 64, "dtype": "bfloat16", "dt_dtype": "float16", "has_seq_idx": True, "aligned": True}
+    other = {"Q": 256, "P": 128, "N": 64, "dtype": "bfloat16", "dt_dtype": "float16", "aligned": True}
     assert set(other) == set(values)
     changed += [KernelConfig.make(kernel, arch, {**values, name: value}, h.SOURCE) for name, value in other.items()]
     changed += [KernelConfig.make(kernel, arch, {n: v for n, v in values.items() if n != name}, h.SOURCE) for name in values]

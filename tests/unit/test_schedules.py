@@ -38,7 +38,7 @@ def test_the_key_follows_the_schedule_of_that_config_only(table):
     def keys():
         configs = [catalog.config("chunk_coupling", arch, **VALUES) for arch in ("sm_90a", "sm_80")]
         configs.append(catalog.config("chunk_coupling", "sm_90a", **{**VALUES, "aligned": False}))
-        configs.append(catalog.config("state_passing", "sm_90a", has_initial_states=True))
+        configs.append(catalog.config("state_passing", "sm_90a", aligned=True))
         return [config.key for config in configs]
 
     plain = keys()

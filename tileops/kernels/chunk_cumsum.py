@@ -1,9 +1,11 @@
 """dt_out = clamp(softplus?(dt + dt_bias)), dA_cumsum = inclusive sum over each chunk of dt * A, from float32 dt.
 
-dt (B,S,H) float32 strided, A (H) float32, dt_bias (H) float32 if has_bias, dt_min, dt_max float32
--> dt_out (B,H,C,Q) out_dtype, dA_cumsum (B,H,C,Q) float32. Past S dt_out is 0 and dA_cumsum stays as it is.
-A CTA takes some heads of one chunk. A thread sums a run of tokens, then adds the sums of the runs before it: a result has at
-most run + Q/run roundings, and their order never varies.
+dt (B,S,H) float32 strided, A (H) float32, dt_bias (H) float32, optional; softplus where ``softplus`` is not 0; dt_min, dt_max,
+lowest float32 -> dt_out (B,H,C,Q) out_dtype, dA_cumsum (B,H,C,Q) float32. A term dt * A below ``lowest`` counts as that. Past S
+dt_out is 0 and dA_cumsum stays as it is.
+A CTA takes some heads of one chunk, turned in shared memory, so that loads run along heads and stores along tokens: a thread has four
+tokens in a row (Q = 256: twice), LANES threads a head. Sums of four are summed over the lanes by shuffles: a result has at most 11
+roundings, and their order never varies.
 """
 
 from typing import Any
@@ -14,23 +16,135 @@ from tileops.kernels import _common as k
 
 PASS_CONFIGS = k.PASS_CONFIGS
 
+OPTIONAL = ("dt_bias",)
+
+SOURCE = r"""
+static __device__ __forceinline__ float tileops_softplus(float v) {
+  // u = exp(-|v|) = 2**-y: what rounding took from y is put back, so that u keeps its digits however small it is.
+  float a = fminf(fabsf(v), 120.f), y = a * 1.44269502f, u, r;
+  float rest = __fmaf_rn(a, -1.92596299e-8f, __fmaf_rn(a, -1.44269502f, y));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(u) : "f"(-y));
+  u = __fmaf_rn(u, rest * 0.693147181f, u);
+  // log1p(u) = 2 artanh(s), s = u / (2 + u) up to 1/3: s times a minimax polynomial in s**2.
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(2.f + u));
+  float s = u * r, q = s * s;
+  r = __fmaf_rn(__fmaf_rn(__fmaf_rn(__fmaf_rn(ATANH4, q, ATANH3), q, ATANH2), q, ATANH1), q, ATANH0);
+  r = __fmaf_rn(s, r, fmaxf(v, 0.f));
+  return v <= 20.f ? r : v;  // NaN is v
+}
+// COUNT loads, ROWS tokens apart, all in flight together; 0 from ``left`` tokens on.
+static __device__ __forceinline__ void tileops_column(float* v, const float* p, long long pitch, int left) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++, p += ROWS * pitch) v[i] = i * ROWS < left ? __ldg(p) : 0.f;
+}
+// Limits that leave NaN as it is.
+static __device__ __forceinline__ float tileops_at_least(float v, float low) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(low));
+  return v;
+}
+static __device__ __forceinline__ float tileops_at_most(float v, float high) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(high));
+  return v;
+}
+// The sum of v over a thread's own lane and those before it, of LANES.
+static __device__ __forceinline__ float tileops_sum(float v, int lane) {
+#pragma unroll
+  for (int o = 1; o < LANES; o *= 2) {
+    float up = __shfl_up_sync(0xffffffffu, v, o, LANES);
+    if (lane >= o) v += up;
+  }
+  return v;
+}
+static __device__ __forceinline__ float tileops_before(float v, int lane) {
+  float up = __shfl_up_sync(0xffffffffu, v, 1, LANES);
+  return lane > 0 ? up : 0.f;
+}
+static __device__ __forceinline__ float tileops_of(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane, LANES); }
+"""
+
+#: 2 artanh(s) / s in powers of s**2.
+ATANH = (2.0, 0.66666317, 0.4002491, 0.27960604, 0.28178334)
+
 
 def schedule(arch: str, **fields: Any) -> dict[str, int]:
-    """``heads`` of a CTA, ``run`` tokens of a thread; registers for ``ctas`` CTAs an SM."""
-    return {"heads": 8, "run": 8 if fields["Q"] >= 64 else 4, "ctas": 1}
+    """``heads`` of a CTA; registers for ``ctas`` CTAs an SM."""
+    return {"heads": 4 if fields["Q"] == 256 else 8, "ctas": 12 if fields["Q"] == 256 else 1}
 
 
 def candidates(arch: str, **fields: Any) -> list[dict[str, int]]:
-    if fields["Q"] < 64:
-        return [{"heads": 16}]
-    return [{"ctas": 5}, {"ctas": 6}, {"ctas": 8}, {"run": 16}, {"run": 16, "ctas": 12}, {"heads": 4, "ctas": 12}, {"heads": 4, "ctas": 16}]
+    return [{"heads": 4, "ctas": 1}, {"heads": 8, "ctas": 1}, {"heads": 8, "ctas": 6}]
 
 
-def program(*, Q: int, out_dtype: str, softplus: bool, has_bias: bool, heads: int, run: int, ctas: int) -> Any:
+def program(*, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
     B, S, H, C = k.dims("B S H C")
-    runs = Q // run
-    # Four floats of padding after each run and each head: free of bank conflicts both along heads and along runs.
-    width = runs * (run + 4) + 4
+    lanes = min(32, Q // 4)  # threads of a head
+    fours = Q // (4 * lanes)  # of a thread
+    threads = heads * lanes
+    count = Q * heads // threads
+    names = {"LANES": lanes, "COUNT": count, "ROWS": threads // heads, **{f"ATANH{i}": f"{c!r}f" for i, c in enumerate(ATANH)}}
+    source = "".join(f"#define {name} {value}\n" for name, value in names.items()) + SOURCE
+
+    def softplus_of(v):
+        return T.Select(v > 20.0, v, k.log1p(T.exp(v))) if k._cpu else T.call_extern("float32", "tileops_softplus", v)
+
+    def at_least(v, low):
+        return T.Select(v < low, low, v) if k._cpu else T.call_extern("float32", "tileops_at_least", v, low)
+
+    def at_most(v, high):
+        return T.Select(v > high, high, v) if k._cpu else T.call_extern("float32", "tileops_at_most", v, high)
+
+    @T.macro
+    def made(part, values, A, dt_bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, h, lane):
+        """A thread's dt_out, and in ``part`` the sums over each of its fours."""
+        # A rate of -inf becomes a finite one: a dt of 0 adds nothing, and 0 * -inf is NaN.
+        own = T.alloc_var("int32", init=T.min(first + h, H - 1))
+        rate = T.alloc_var("float32", init=at_least(A[own], k.LOWEST))
+        bias = T.alloc_var("float32", init=0.0)
+        if T.Not(T.isnullptr(dt_bias.data)):
+            bias = dt_bias[own]
+        for i in T.unroll(fours):
+            for e in T.vectorized(4):
+                part[i * 4 + e] = values[h, (i * lanes + lane) * 4 + e]
+        for i in T.unroll(fours * 4):
+            part[i] = part[i] + bias
+        if softplus != 0.0:
+            for i in T.unroll(fours * 4):
+                part[i] = softplus_of(part[i])
+        for i in T.unroll(fours * 4):
+            part[i] = at_most(at_least(part[i], dt_min), dt_max)
+        if c * Q + Q > S:
+            for i in T.unroll(fours * 4):
+                part[i] = T.Select(c * Q + (i // 4 * lanes + lane) * 4 + i % 4 < S, part[i], 0.0)
+        if first + h < H:
+            for i in T.unroll(fours):
+                for e in T.vectorized(4):
+                    dt_out[b, first + h, c, (i * lanes + lane) * 4 + e] = part[i * 4 + e]
+        for i in T.unroll(fours * 4):
+            part[i] = at_least(part[i] * rate, lowest)
+        for i in T.unroll(fours):
+            for e in T.unroll(3):
+                part[i * 4 + e + 1] = part[i * 4 + e] + part[i * 4 + e + 1]
+
+    @T.macro
+    def put(part, before, dA_cumsum, first, b, c, h, lane):
+        for i in T.unroll(fours):
+            for e in T.unroll(4):
+                part[i * 4 + e] = before[i] + part[i * 4 + e]
+        if not k._cpu:
+            if c * Q + Q > S:
+                # Sums behind the last token must be its own, not others of the same terms: its four ends in it.
+                last = T.alloc_var("int32", init=S - 1 - c * Q)
+                final = T.alloc_var("float32", init=part[3])
+                if fours > 1:
+                    if last >= 4 * lanes:
+                        final = part[4 * fours - 1]
+                final = T.call_extern("float32", "tileops_of", final, last // 4 % lanes)
+                for i in T.unroll(fours * 4):
+                    part[i] = T.Select((i // 4 * lanes + lane) * 4 + i % 4 > last, final, part[i])
+        if first + h < H:
+            for i in T.unroll(fours):
+                for e in T.vectorized(4):
+                    dA_cumsum[b, first + h, c, (i * lanes + lane) * 4 + e] = part[i * 4 + e]
 
     @T.prim_func
     def chunk_cumsum(
@@ -39,65 +153,67 @@ def program(*, Q: int, out_dtype: str, softplus: bool, has_bias: bool, heads: in
         dt_bias: T.Tensor((H,), "float32"),
         dt_min: T.float32,
         dt_max: T.float32,
+        softplus: T.float32,
+        lowest: T.float32,
         dt_out: T.Tensor((B, H, C, Q), out_dtype),
         dA_cumsum: T.Tensor((B, H, C, Q), "float32"),
     ):
         parts = T.ceildiv(H, heads)
-        with k.grid(B * C * parts, threads=max(32, heads * runs)) as block:
+        with k.grid(B * C * parts, threads=threads) as block:
+            if not k._cpu:
+                T.import_source(source)
             if ctas > 1:
                 k.at_least(ctas)
-            first = T.alloc_var("int32", init=T.truncmod(block, parts) * heads)
-            bc = T.alloc_var("int32", init=T.truncdiv(block, parts))
-            c = T.alloc_var("int32", init=T.truncmod(bc, C))
-            b = T.alloc_var("int32", init=T.truncdiv(bc, C))
-            values = k.shared((heads, width), "float32")
-            totals = k.shared((heads, runs), "float32")
-            starts = k.shared((heads, runs), "float32")
-            part = T.alloc_local((run,), "float32")
-            raw = k.fragment((Q, heads))
-            # Apart from the arithmetic and without a condition, so that the loads are in flight together.
-            for l, h in k.parallel(Q, heads):
-                raw[l, h] = dt[b, T.min(c * Q + l, S - 1), T.min(first + h, H - 1)]
-            for l, h in k.parallel(Q, heads):
-                values[h, l // run * 4 + l] = raw[l, h]
-            for h, j in k.parallel(heads, runs):
-                rate = T.alloc_var("float32", init=A[T.min(first + h, H - 1)])
-                bias = T.alloc_var("float32", init=0.0)
-                if has_bias:
-                    bias = dt_bias[T.min(first + h, H - 1)]
-                total = T.alloc_var("float32", init=0.0)
-                for i in T.unroll(run // 4):
-                    for e in T.vectorized(4):
-                        part[i * 4 + e] = values[h, j * (run + 4) + i * 4 + e]
-                for i in T.unroll(run):
-                    v = T.alloc_var("float32", init=part[i] + bias)
-                    if softplus:
-                        # A statement of its own, or the choice would be a branch around it.
-                        soft = T.alloc_var("float32", init=k.log1p(T.exp(v)))
-                        v = T.Select(v > 20.0, v, soft)
-                    # Comparisons, not min and max: those would turn NaN into a number.
-                    v = T.Select(v < dt_min, dt_min, v)
-                    v = T.Select(v > dt_max, dt_max, v)
-                    part[i] = T.Select(c * Q + j * run + i < S, v, 0.0)
-                if first + h < H:
-                    for i in T.unroll(run // 4):
-                        for e in T.vectorized(4):
-                            dt_out[b, first + h, c, j * run + i * 4 + e] = part[i * 4 + e]
-                for i in T.unroll(run):
-                    # dt of 0 adds nothing even where A is -inf.
-                    total = total + T.Select(part[i] == 0.0, 0.0, part[i] * rate)
-                    part[i] = total
-                for i in T.unroll(run // 4):
-                    for e in T.vectorized(4):
-                        values[h, j * (run + 4) + i * 4 + e] = part[i * 4 + e]
-                totals[h, j] = total
-            for h, j in k.parallel(heads, runs):
-                before = T.alloc_var("float32", init=0.0)
-                for i in T.unroll(runs):
-                    before = before + T.Select(i < j, totals[h, i], 0.0)
-                starts[h, j] = before
-            for h, l in k.parallel(heads, Q):
-                if first + h < H:
-                    dA_cumsum[b, first + h, c, l] = starts[h, l // run] + values[h, l // run * 4 + l]
+            # Two divisions that do not wait for one another, unsigned ones being shorter.
+            bc = T.alloc_var("int32", init=T.cast(T.truncdiv(T.cast(block, "uint32"), T.cast(parts, "uint32")), "int32"))
+            b = T.alloc_var("int32", init=T.cast(T.truncdiv(T.cast(block, "uint32"), T.cast(C * parts, "uint32")), "int32"))
+            c = T.alloc_var("int32", init=bc - b * C)
+            first = T.alloc_var("int32", init=(block - bc * parts) * heads)
+            # Four floats of padding a head: fours stay aligned, and eight heads by four tokens are in different banks.
+            values = k.shared((heads, Q + 4), "float32")
+            raw = T.alloc_local((count,), "float32")
+            part = T.alloc_local((fours * 4,), "float32")
+            before = T.alloc_local((fours,), "float32")
+            total = T.alloc_var("float32", init=0.0)
+            whole = T.alloc_var("float32", init=0.0)
+            if k._cpu:
+                # No lanes to sum over: what they would hold is made first.
+                totals = k.shared((heads, fours * lanes), "float32")
+                for l, h in T.grid(Q, heads):
+                    values[h, l] = T.if_then_else(c * Q + l < S, dt[b, T.min(c * Q + l, S - 1), T.min(first + h, H - 1)], 0.0)
+                for h, lane in T.grid(heads, lanes):
+                    made(part, values, A, dt_bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, h, lane)
+                    for i in T.unroll(fours):
+                        totals[h, i * lanes + lane] = part[i * 4 + 3]
+                for h, lane in T.grid(heads, lanes):
+                    made(part, values, A, dt_bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, h, lane)
+                    for i in T.unroll(fours):
+                        before[i] = 0.0
+                        for j in T.serial(i * lanes + lane):
+                            before[i] = before[i] + totals[h, j]
+                    put(part, before, dA_cumsum, first, b, c, h, lane)
+            else:
+                for t in T.Parallel(threads):
+                    T.evaluate(
+                        T.call_extern(
+                            "handle",
+                            "tileops_column",
+                            T.address_of(raw[0]),
+                            T.address_of(dt[b, c * Q + t // heads, T.min(first + t % heads, H - 1)]),
+                            dt.strides[1],
+                            S - c * Q - t // heads,
+                        )
+                    )
+                    for i in T.unroll(count):
+                        values[t % heads, i * (threads // heads) + t // heads] = raw[i]
+                for t in T.Parallel(threads):
+                    made(part, values, A, dt_bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, t // lanes, t % lanes)
+                    whole = 0.0
+                    for i in T.unroll(fours):
+                        total = T.call_extern("float32", "tileops_sum", part[i * 4 + 3], t % lanes)
+                        before[i] = whole + T.call_extern("float32", "tileops_before", total, t % lanes)
+                        if i + 1 < fours:
+                            whole = T.call_extern("float32", "tileops_of", total, lanes - 1)
+                    put(part, before, dA_cumsum, first, b, c, t // lanes, t % lanes)
 
     return k.complete(chunk_cumsum)

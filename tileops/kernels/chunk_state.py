@@ -1,8 +1,8 @@
 """states[b,c,h,p,n] = sum_l x[b,cQ+l,h,p] * w[l] * Bm[b,cQ+l,g,n],  w[l] = exp(dA_cumsum[Q-1] - dA_cumsum[l]) * dt[l].
 
 x (B,S,H,P), Bm (B,S,G,N) dtype, strided; dt (B,H,C,Q) dt_dtype; dA_cumsum (B,H,C,Q) float32; seq_idx (B,S) int32, strided,
-if has_seq_idx -> states (B,C,H,P,N) float32. With seq_idx only tokens of the sequence that the chunk ends in count, none if
-that is negative; the others are not even read. Tokens at or past S do not exist: the chunk ends at the last real one.
+optional -> states (B,C,H,P,N) float32. With seq_idx only tokens of the sequence that the chunk ends in count, none if
+that is negative; the others become 0 before the product. Tokens at or past S do not exist: the chunk ends at the last real one.
 A CTA makes ``rows`` rows by all of N: several heads of a group where P divides ``rows``, so that they share B, else rows of one
 head. Slabs of tokens go through ``stages`` buffers. Only x * w is rounded to dtype; B enters as it is.
 """
@@ -14,6 +14,11 @@ import tilelang.language as T
 from tileops.kernels import _common as k
 
 PASS_CONFIGS = k.BY_HAND
+
+OPTIONAL = ("seq_idx",)
+
+#: In place of the weight of a token that seq_idx leaves out, as an integer: a NaN that no arithmetic makes.
+OUT = 0x7FC00BAD
 
 
 def schedule(arch: str, **fields: Any) -> dict[str, int]:
@@ -34,7 +39,6 @@ def program(
     N: int,
     dtype: str,
     dt_dtype: str,
-    has_seq_idx: bool,
     aligned: bool,
     rows: int,
     slab: int,
@@ -55,18 +59,46 @@ def program(
     half = dtype == "float16"
 
     @T.macro
-    def fetch(Xs, Bs, x, Bm, counts, last, b, c, g, h, end, p0, s, slot):
+    def fetch(Xs, Bs, x, Bm, last, b, c, g, h, end, p0, s, slot):
         for l, r in k.fetch(slab, rows):
             Xs[slot, l, r] = T.if_then_else(
-                (counts[s * slab + l] > 0 if has_seq_idx else s * slab + l <= last) and h + r // width < end and p0 * width + r % width < P,
+                s * slab + l <= last and h + r // width < end and p0 * width + r % width < P,
                 x[b, c * Q + s * slab + l, h + r // width, p0 * width + r % width],
                 0,
             )
         for l, n in k.fetch(slab, depth):
-            Bs[slot, l, n] = T.if_then_else(
-                (counts[s * slab + l] > 0 if has_seq_idx else s * slab + l <= last) and n < N, Bm[b, c * Q + s * slab + l, g, n], 0
-            )
+            Bs[slot, l, n] = T.if_then_else(s * slab + l <= last and n < N, Bm[b, c * Q + s * slab + l, g, n], 0)
         k.commit()
+
+    @T.macro
+    def products(Xs, Bs, acc, weight, scale, counted, x, Bm, last, b, c, g, h, end, p0):
+        for s in k.rolled(slabs):
+            slot = T.alloc_var("int32", init=s % stages)
+            k.arrived(stages - 1)
+            k.barrier()
+            for l, r in k.parallel(slab, rows):
+                if half:
+                    Xs[slot, l, r] = T.cast(Xs[slot, l, r], "float32") * weight[r // width, s * slab + l] * scale[r]
+                else:
+                    Xs[slot, l, r] = T.cast(Xs[slot, l, r], "float32") * weight[r // width, s * slab + l]
+            if counted:
+                # Selected, not multiplied by 0: it may be NaN.
+                for l, r in k.parallel(slab, rows):
+                    if T.reinterpret(weight[0, s * slab + l], "int32") == OUT:
+                        Xs[slot, l, r] = T.cast(0, dtype)
+                for l, n in k.parallel(slab, depth):
+                    if T.reinterpret(weight[0, s * slab + l], "int32") == OUT:
+                        Bs[slot, l, n] = T.cast(0, dtype)
+            k.barrier()
+            k.gemm(Xs, (slot,), Bs, (slot,), acc, transpose_A=True)
+            if slabs > stages:
+                k.barrier()
+                if s + stages < slabs:
+                    fetch(Xs, Bs, x, Bm, last, b, c, g, h, end, p0, s + stages, slot)
+                else:
+                    k.commit()
+            else:
+                k.commit()
 
     @T.prim_func
     def chunk_state(
@@ -95,26 +127,27 @@ def program(
             Xs = k.shared((stages, slab, rows), dtype)
             Bs = k.shared((stages, slab, depth), dtype)
             weight = k.shared((heads, Q), "float32")
-            counts = k.shared((Q,), "int32")
             acc = k.fragment((rows, depth))
 
-            if has_seq_idx:
-                for l in k.parallel(Q):
-                    ends = seq_idx[b, c * Q + last]
-                    counts[l] = T.if_then_else(l <= last, T.if_then_else(ends >= 0 and seq_idx[b, c * Q + T.min(l, last)] == ends, 1, 0), 0)
-                k.barrier()
             for s in T.unroll(stages):
-                fetch(Xs, Bs, x, Bm, counts, last, b, c, g, h, end, p0, s, s)
+                fetch(Xs, Bs, x, Bm, last, b, c, g, h, end, p0, s, s)
+            given = T.alloc_var("int32", init=T.if_then_else(T.isnullptr(seq_idx.data), 0, 1))
             for i, l in k.parallel(heads, Q):
                 own = T.min(h + i, H - 1)
                 # last may be below Q - 1, where the cumsum is flat; testing it by index keeps A = -inf right.
                 passed = dA_cumsum[b, own, c, Q - 1] - T.max(dA_cumsum[b, own, c, l], k.LOWEST)
                 decay = T.if_then_else(l == last, 1.0, T.exp(T.min(passed, 0.0)))
-                # A token that does not count has no weight, whatever its dt is.
-                weight[i, l] = T.if_then_else(counts[l] > 0 if has_seq_idx else l <= last, T.cast(dt[b, own, c, l], "float32") * decay, 0.0)
+                # A token that does not exist has no weight, whatever its dt is.
+                weight[i, l] = T.if_then_else(l <= last, T.cast(dt[b, own, c, l], "float32") * decay, 0.0)
+            if given > 0:
+                out = T.alloc_var("int32", init=OUT)
+                for i, l in k.parallel(heads, Q):
+                    ends = seq_idx[b, c * Q + last]
+                    if ends < 0 or seq_idx[b, c * Q + T.min(l, last)] != ends:
+                        weight[i, l] = T.reinterpret(out, "float32")
 
+            scale = k.shared((rows,), "float32")
             if half:
-                scale = k.shared((rows,), "float32")
                 unscale = k.shared((rows,), "float32")
                 sized = k.fragment((slab, rows), dtype)
                 size = k.fragment((slab, rows))
@@ -125,38 +158,25 @@ def program(
                     # Apart from the arithmetic: TileLang moves a load that is cast out from under its condition.
                     for l, r in k.parallel(slab, rows):
                         sized[l, r] = T.if_then_else(
-                            (counts[s * slab + l] > 0 if has_seq_idx else s * slab + l <= last)
-                            and h + r // width < end
-                            and p0 * width + r % width < P,
+                            s * slab + l <= last and h + r // width < end and p0 * width + r % width < P,
                             x[b, c * Q + s * slab + l, h + r // width, p0 * width + r % width],
                             0,
                         )
                     for l, r in k.parallel(slab, rows):
                         size[l, r] = T.cast(sized[l, r], "float32") * weight[r // width, s * slab + l]
+                    if given > 0:
+                        for l, r in k.parallel(slab, rows):
+                            size[l, r] = T.if_then_else(T.reinterpret(weight[0, s * slab + l], "int32") == OUT, 0.0, size[l, r])
                     T.reduce_absmax(size, top, dim=0, clear=False)
                 for r in k.parallel(rows):
                     scale[r], unscale[r] = k.fp16_scale(top[r])
 
             T.clear(acc)
-            for s in k.rolled(slabs):
-                slot = T.alloc_var("int32", init=s % stages)
-                k.arrived(stages - 1)
-                k.barrier()
-                for l, r in k.parallel(slab, rows):
-                    if half:
-                        Xs[slot, l, r] = T.cast(Xs[slot, l, r], "float32") * weight[r // width, s * slab + l] * scale[r]
-                    else:
-                        Xs[slot, l, r] = T.cast(Xs[slot, l, r], "float32") * weight[r // width, s * slab + l]
-                k.barrier()
-                k.gemm(Xs, (slot,), Bs, (slot,), acc, transpose_A=True)
-                if slabs > stages:
-                    k.barrier()
-                    if s + stages < slabs:
-                        fetch(Xs, Bs, x, Bm, counts, last, b, c, g, h, end, p0, s + stages, slot)
-                    else:
-                        k.commit()
-                else:
-                    k.commit()
+            # A loop of its own where tokens are left out: a branch inside would cost a tenth, even where it is not taken.
+            if given > 0:
+                products(Xs, Bs, acc, weight, scale, True, x, Bm, last, b, c, g, h, end, p0)
+            else:
+                products(Xs, Bs, acc, weight, scale, False, x, Bm, last, b, c, g, h, end, p0)
             for r, n in k.parallel(rows, depth):
                 if h + r // width < end and p0 * width + r % width < P and n < N:
                     if half:

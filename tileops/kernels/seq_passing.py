@@ -1,6 +1,6 @@
 """state_passing where a state does not pass from one sequence to the next.
 
-states (R,C,H,M), dA_chunk (R,H,C), initial_states (B,H,M) if has_initial_states, all float32, strided
+states (R,C,H,M), dA_chunk (R,H,C), initial_states (B,H,M), optional, all float32, strided
 -> prev_states (R,C,H,M), final_states (B,H,M) float32. A thread carries some elements of one chain; there are B chains.
 packed: R is 1, chain b is chunks bounds[b] to bounds[b + 1], bounds (B + 1) int32. Else R is B, chain b is row b, and where
 bounds (B,C) is above 0 a sequence begins in the chunk: what was before it is dropped, by selection.
@@ -14,13 +14,15 @@ from tileops.kernels import _common as k
 
 PASS_CONFIGS = k.PASS_CONFIGS
 
+OPTIONAL = ("initial_states",)
+
 THREADS = 128
 #: Elements of a thread, and chunks read ahead of the sums.
 PER = 4
 AHEAD = 4
 
 
-def program(*, has_initial_states: bool, packed: bool) -> Any:
+def program(*, packed: bool) -> Any:
     B, H, C, M = k.dims("B H C M")
     R = 1 if packed else B
 
@@ -49,7 +51,7 @@ def program(*, has_initial_states: bool, packed: bool) -> Any:
             for i in k.parallel(THREADS):
                 for e in T.unroll(PER):
                     s[e] = 0.0
-                    if has_initial_states:
+                    if T.Not(T.isnullptr(initial_states.data)):
                         if m0 + e * THREADS + i < M:
                             s[e] = initial_states[b, h, m0 + e * THREADS + i]
                 for run in T.serial(T.ceildiv(last - first, AHEAD)):

@@ -113,13 +113,17 @@ def plan_seq_passing(
         else:
             p.copy(final_states, initial_states)
         return prev_states
-    tensors = {"states": states, "dA_chunk": dA_chunk, "bounds": bounds, "prev_states": prev_states, "final_states": final_states}
-    if initial_states is not None:
-        tensors["initial_states"] = initial_states
     p.launch(
         "seq_passing",
-        {"has_initial_states": initial_states is not None, "packed": is_pack},
-        tensors,
+        {"packed": is_pack},
+        {
+            "states": states,
+            "dA_chunk": dA_chunk,
+            "initial_states": initial_states,
+            "bounds": bounds,
+            "prev_states": prev_states,
+            "final_states": final_states,
+        },
         {"B": chains, "H": heads, "C": chunks, "M": size},
     )
     return prev_states

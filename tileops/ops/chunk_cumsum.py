@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
 
 
+#: A term dt * A below this counts as this: every sum is finite, and what comes after a term of -inf is still seen in differences.
+LOWEST_TERM = -1e30
+
+#: The same in the full forward: exp of it is 0 in float32, so a larger magnitude changes no decay, but would cost the sums behind it
+#: their digits. fused_main has the same bound, 160 halvings.
+FADED_TERM = -110.9
+
+
 @library_op
 class SSDChunkCumsumFwdOp(Op):
     """Mamba-2 dA_cumsum: bias, softplus and clamp of dt, then the inclusive prefix sum of dt * A within each chunk.
@@ -26,6 +34,9 @@ class SSDChunkCumsumFwdOp(Op):
         v       = clamp(softplus?(dt + dt_bias), dt_min, dt_max)         softplus(v) = log1p(exp(v)), v itself above 20
         dt_out  = v                                                      rounded to out_dtype
         dA_cumsum[b, h, c, l] = sum_{i <= l} v[b, cQ+i, h] * A[h]        from v in float32, before that rounding
+
+    A term v * A below -1e30, so also -inf, counts as -1e30, and v = 0 makes a term of 0 at any rate: sums are finite, and a
+    difference of two of them is the decay's exponent wherever it is above -1e30, to the digits that float32 leaves a sum.
 
     Source: Dao and Gu, "Transformers are SSMs", 2024 (arXiv 2405.21060), section 6.
     Targets: any layout; a ``dt`` whose last dimension is strided is copied at each call on CUDA.
@@ -109,7 +120,7 @@ class SSDChunkCumsumFwdOp(Op):
         _checks.supported(["chunk_cumsum"], chunk_len=self.chunk_len)
 
     def kernels(self) -> list[tuple[str, dict[str, Value]]]:
-        return [("chunk_cumsum", {"Q": self.chunk_len, "out_dtype": _checks.dtype_name(self.out_dtype), "softplus": self.dt_softplus})]
+        return [("chunk_cumsum", {"Q": self.chunk_len, "out_dtype": _checks.dtype_name(self.out_dtype)})]
 
     def plan(self, p: Planner, *slots: Slot | None) -> tuple[Slot, Slot]:
         dt, A, dt_bias = slots
@@ -129,20 +140,24 @@ def plan_chunk_cumsum(
     dt_softplus: bool,
     dt_min: float,
     dt_max: float,
+    lowest: float = LOWEST_TERM,
 ) -> tuple[Slot, Slot]:
-    """Add the launch; ``new`` (p.empty or p.workspace) makes dt_out and dA_cumsum."""
+    """Add the launch; ``new`` (p.empty or p.workspace) makes dt_out and dA_cumsum. A term below ``lowest`` counts as that."""
     batch, seqlen, heads = dt.shape
     chunks = _checks.num_chunks(seqlen, chunk_len)
     dt_out = new((batch, heads, chunks, chunk_len), out_dtype)
     dA_cumsum = new((batch, heads, chunks, chunk_len), torch.float32)
-    tensors = {"dt": p.dense(dt), "A": packed(p, A), "dt_out": dt_out, "dA_cumsum": dA_cumsum}
-    if dt_bias is not None:
-        tensors["dt_bias"] = packed(p, dt_bias)
     p.launch(
         "chunk_cumsum",
-        {"Q": chunk_len, "out_dtype": _checks.dtype_name(out_dtype), "softplus": dt_softplus, "has_bias": dt_bias is not None},
-        tensors,
+        {"Q": chunk_len, "out_dtype": _checks.dtype_name(out_dtype)},
+        {
+            "dt": p.dense(dt),
+            "A": packed(p, A),
+            "dt_bias": None if dt_bias is None else packed(p, dt_bias),
+            "dt_out": dt_out,
+            "dA_cumsum": dA_cumsum,
+        },
         {"B": batch, "S": seqlen, "H": heads, "C": chunks},
-        {"dt_min": dt_min, "dt_max": dt_max},
+        {"dt_min": dt_min, "dt_max": dt_max, "softplus": float(dt_softplus), "lowest": lowest},
     )
     return dt_out, dA_cumsum

@@ -111,9 +111,7 @@ def plan_chunk_state(
     chunks, chunk_len = dt.shape[2:]
     states = new((batch, chunks, heads, head_dim, d_state), torch.float32)
     x, Bmat = p.dense(x), p.dense(Bmat)
-    tensors = {"x": x, "Bm": Bmat, "dt": dt, "dA_cumsum": dA_cumsum, "states": states}
-    if seq_idx is not None:
-        tensors["seq_idx"] = p.dense(seq_idx)
+    sequences = None if seq_idx is None else p.dense(seq_idx)
     p.launch(
         "chunk_state",
         {
@@ -122,10 +120,9 @@ def plan_chunk_state(
             "N": d_state,
             "dtype": _checks.dtype_name(x.dtype),
             "dt_dtype": _checks.dtype_name(dt.dtype),
-            "has_seq_idx": seq_idx is not None,
             "aligned": all_aligned(x, Bmat),
         },
-        tensors,
+        {"x": x, "Bm": Bmat, "dt": dt, "dA_cumsum": dA_cumsum, "seq_idx": sequences, "states": states},
         {"B": batch, "S": seqlen, "H": heads, "G": groups, "C": chunks},
     )
     return states

@@ -17,7 +17,7 @@ from tileops.ops._layout import packed
 from tileops.ops._library import library_op
 from tileops.ops._sequences import plan_pack, plan_runs, plan_seq_passing
 from tileops.ops.chunk_coupling import plan_chunk_coupling
-from tileops.ops.chunk_cumsum import plan_chunk_cumsum
+from tileops.ops.chunk_cumsum import FADED_TERM, plan_chunk_cumsum
 from tileops.ops.chunk_scan import plan_chunk_scan
 from tileops.ops.chunk_state import plan_chunk_state
 from tileops.ops.state_passing import plan_state_passing
@@ -219,7 +219,7 @@ class Mamba2FwdOp(Op):
             ("fused_main", {}),
             ("fused_clear", {}),
             ("pack_rest", {}),
-            ("chunk_cumsum", {"Q": Q, "out_dtype": "float32", "softplus": self.dt_softplus}),
+            ("chunk_cumsum", {"Q": Q, "out_dtype": "float32"}),
             ("chunk_coupling", {"Q": Q}),
             ("chunk_state", {"Q": Q, "dt_dtype": "float32"}),
             ("state_passing", {}),
@@ -285,7 +285,9 @@ class Mamba2FwdOp(Op):
             x, dt, B, C = (pack.laid_out(p, slot) for slot in (x, dt, B, C))
         heads, head_dim = x.shape[2:]
         flat = head_dim * B.shape[-1]
-        dt_out, dA_cumsum = plan_chunk_cumsum(p, p.workspace, dt, A, dt_bias, chunk_len=Q, out_dtype=torch.float32, **limits)
+        dt_out, dA_cumsum = plan_chunk_cumsum(
+            p, p.workspace, dt, A, dt_bias, chunk_len=Q, out_dtype=torch.float32, lowest=FADED_TERM, **limits
+        )
         if pack is not None:
             pack.end(p, dt_out, dA_cumsum)
         cb = plan_chunk_coupling(p, p.workspace, C, B, chunk_len=Q)

@@ -11,6 +11,7 @@ from torch import Tensor
 from tileops.config import Value
 from tileops.ops import _checks
 from tileops.ops._base import Op
+from tileops.ops._layout import WIDE, all_aligned
 from tileops.ops._library import library_op
 
 if TYPE_CHECKING:
@@ -101,13 +102,17 @@ def plan_state_passing(
         else:
             p.copy(final_states, initial_states)
         return prev_states
-    tensors = {"states": states, "dA_chunk": dA_chunk, "prev_states": prev_states, "final_states": final_states}
-    if initial_states is not None:
-        tensors["initial_states"] = initial_states
+    given = (states, prev_states, final_states, *([] if initial_states is None else [initial_states]))
     p.launch(
         "state_passing",
-        {"has_initial_states": initial_states is not None},
-        tensors,
+        {"aligned": all_aligned(*given) and d_state * states.dtype.itemsize % WIDE == 0},
+        {
+            "states": states,
+            "dA_chunk": dA_chunk,
+            "initial_states": initial_states,
+            "prev_states": prev_states,
+            "final_states": final_states,
+        },
         {"B": batch, "C": chunks, "H": heads, "M": d_state},
     )
     return prev_states

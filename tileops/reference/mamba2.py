@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tileops.reference.chunk_coupling import chunk_coupling
-from tileops.reference.chunk_cumsum import chunk_cumsum
+from tileops.reference.chunk_cumsum import FADED_TERM, chunk_cumsum
 from tileops.reference.chunk_scan import chunk_scan
 from tileops.reference.chunk_state import chunk_state
 from tileops.reference.state_passing import state_passing
@@ -93,7 +93,9 @@ def _sequences(
 ) -> tuple[Tensor, Tensor]:
     """Rows of one sequence each."""
     low, high = dt_limit
-    dt_out, dA_cumsum = chunk_cumsum(dt, A, dt_bias, chunk_len=chunk_size, dt_softplus=dt_softplus, dt_min=low, dt_max=high)
+    dt_out, dA_cumsum = chunk_cumsum(
+        dt, A, dt_bias, chunk_len=chunk_size, dt_softplus=dt_softplus, dt_min=low, dt_max=high, lowest=FADED_TERM
+    )
     cb = chunk_coupling(C, B, chunk_len=chunk_size, out_dtype=torch.float32)
     states = chunk_state(x, B, dt_out, dA_cumsum)
     initial = None if initial_states is None else initial_states.flatten(-2)
