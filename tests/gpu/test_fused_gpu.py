@@ -48,8 +48,9 @@ def steps(op: Mamba2FwdOp) -> list[str]:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("seqlen", [1, 63, 64, 65, 256, 400, 1000])
-def test_it_agrees_with_the_stages_and_the_recurrence(seqlen, dtype):
-    given = inputs(Case(2, seqlen, 8, 64, 128, 2, 256), dtype, DEVICE)
+@pytest.mark.parametrize("sizes", [(64, 128), (80, 128), (80, 64)], ids=str)
+def test_it_agrees_with_the_stages_and_the_recurrence(sizes, seqlen, dtype):
+    given = inputs(Case(2, seqlen, 8, *sizes, 2, 256), dtype, DEVICE)
     fused, stages = Mamba2FwdOp(256), Mamba2FwdOp(256)
     got = call(fused, *arguments(given))
     other = call(stages, unaligned(given.x), *arguments(given)[1:])
@@ -88,9 +89,10 @@ def test_segments_change_no_bit():
         assert torch.equal(row[0], y[one]) and torch.equal(row[1], final[one])
 
 
-def test_scouts_change_no_bit():
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_scouts_change_no_bit(head_dim):
     # 24 chains leave most SMs free: scouts run ahead. A batch of eight, 192 chains, has no scouts.
-    given = inputs(Case(8, 4096, 24, 64, 128, 1, 256), BF16, DEVICE)
+    given = inputs(Case(8, 4096, 24, head_dim, 128, 1, 256), BF16, DEVICE)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     assert cut(24, 64, sms).scouts and not cut(192, 64, sms).scouts
     y, final = call(Mamba2FwdOp(256), *arguments(given))

@@ -134,6 +134,26 @@ def test_tensor_maps_are_those_of_the_program() -> None:
     assert lowered("chunk_scan").tensormaps == {}
 
 
+def test_80_rows_are_read_as_panels_by_one_map() -> None:
+    result = lowered("fused_main", N=128)
+    x = result.tensormaps["x_desc"]
+    assert result.grid[0] == "M * H * parts" and lowered("fused_main").grid[0] == "M * H * parts * 2"
+    assert (x.dims, x.box, x.swizzle) == (("16", "S", "5", "H", "B"), (16, 64, 5, 1, 1), 1)
+    # The same with a batch of 1, whose stride is bound as 0.
+    sizes = {"x.stride0": 0, "x.stride1": 3200, "x.stride2": 80, "S": 5, "H": 6}
+    assert [expr.evaluate(s, sizes) for s in x.strides] == [6400, 32, 160, 16]
+
+
+def test_the_op_counts_the_ctas_of_a_head_as_the_kernel_does() -> None:
+    from tileops.kernels import fused_main
+    from tileops.ops import _fused
+
+    sizes = [(p, n) for p in catalog.HEAD_DIMS for n in catalog.STATE_DIMS]
+    assert [fused_main.tile_rows(*s) for s in sizes] == [_fused.tile_rows(*s) for s in sizes]
+    assert {fused_main.tile_rows(p, n) for p, n in sizes if p == 80 and n <= 128} == {80}
+    assert {fused_main.tile_rows(p, n) for p, n in sizes if p != 80 or n > 128} == {64}
+
+
 def test_flags_mean_the_same_to_the_op_and_to_the_kernel() -> None:
     from tileops.kernels import fused_main
     from tileops.ops import _fused

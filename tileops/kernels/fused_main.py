@@ -5,8 +5,8 @@ x (B,S,H,P), Bm, Cm (B,S,G,N) dtype, through tensor maps; dt (B,S,H) float32; A,
 float32; z (B,S,H,P) dtype -> y (B,S,H,P) float32 or dtype, final_states (M,H,P,N) float32. What ``flags`` leaves out (bits below) is
 not read. M is B; with PACKED, B is 1 and sequence m is the tokens cu_seqlens[m] .. cu_seqlens[m + 1] - 1 of S.
 
-A CTA takes 64 rows (d_head) of one head of one sequence (a chain), or a segment of ``seg_chunks`` chunks of it, and goes through it
-in chunks of 64 tokens with the state in registers. Its warpgroups are joined by mbarriers only:
+A CTA takes 64 rows (d_head; all 80 of P = 80, see ``tile_rows``) of one head of one sequence (a chain), or a segment of ``seg_chunks``
+chunks of it, and goes through it in chunks of 64 tokens with the state in registers. Its warpgroups are joined by mbarriers only:
 
     0            one thread starts all bulk copies: x, B, C in, ``stages`` chunks ahead, and y out; ``nf`` warps make the per-token
                  factors from dt, and w x
@@ -107,6 +107,16 @@ DI unsigned ssd_desc_low(unsigned addr, unsigned lead) { return (addr >> 4) | ((
 DI unsigned long long ssd_desc(unsigned low, unsigned bytes) {
   return (unsigned long long)(low + (bytes >> 4)) | ((unsigned long long)(64u | (1u << 30)) << 32);
 }
+// x and w x, tokens 16 kk to 16 kk + 15: one panel of 64 columns; with 80 rows panels of 16, 32-byte swizzle, 8-row groups 256 bytes apart.
+#if TAIL
+DI unsigned ssd_lead() { return 2048; }
+DI unsigned long long ssd_desc_x(unsigned low, int kk) {
+  return (unsigned long long)(low + kk * 32) | ((unsigned long long)(16u | (3u << 30)) << 32);
+}
+#else
+DI unsigned ssd_lead() { return 8192; }
+DI unsigned long long ssd_desc_x(unsigned low, int kk) { return ssd_desc(low, kk * 2048); }
+#endif
 DI float4 ssd_lds4(unsigned a) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a));
@@ -132,6 +142,12 @@ DI void ssd_ldsm(unsigned* a, unsigned addr) {
 }
 // v, but not known to be: what is computed from it stays where it is needed, in no register before.
 DI int ssd_here(int v) { asm volatile("" : "+r"(v)); return v; }
+// With 80 rows registers are short: no address is kept that can be made from the lane.
+#if TAIL
+#define SSD_LANE ssd_here(threadIdx.x & 31)
+#else
+#define SSD_LANE (threadIdx.x & 31)
+#endif
 DI int ssd_warp() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 DI void ssd_zero(float* a, int n) {
 #pragma unroll
@@ -165,6 +181,13 @@ DI void ssd_tile(const D& map, unsigned dst, unsigned bar, int column, int head,
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
     "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
     :: "r"(dst), "l"((unsigned long long)&map), "r"(bar), "r"(column), "r"(head), "r"(row), "r"(batch), "l"(policy) : "memory");
+}
+// the same of ROWS columns of x, in panels of 16
+template <typename D>
+DI void ssd_panels(const D& map, unsigned dst, unsigned bar, int head, int row, int batch, unsigned long long policy) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+    "[%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;"
+    :: "r"(dst), "l"((unsigned long long)&map), "r"(bar), "r"(0), "r"(row), "r"(head), "r"(batch), "l"(policy) : "memory");
 }
 DI void ssd_expect(unsigned bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
@@ -226,6 +249,31 @@ DI void ssd_keep(unsigned dst, const float* f) {
   ssd_sts4(dst + 16 * lane, f[0], f[1], f[2], f[3]);
   if (lane == 0) ssd_sts4(dst + 512, f[6], SAFE ? f[7] : 0.f, SAFE ? f[8] : 0.f, 0.f);
 }
+#if TAIL
+// w x, in panels of 16 columns like x. Lanes take the 16-byte pieces of their rows in different orders, for the banks.
+DI void ssd_weigh(unsigned xs, unsigned xw, const float* f) {
+  int lane = threadIdx.x & 31, order = lane >> 1 & 3;
+  unsigned high[2], low[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    float w = i == order / 2 ? f[4] : f[5];
+    high[i] = ssd_pack(w, w); low[i] = ssd_pack(w - ssd_lo(high[i]), w - ssd_lo(high[i]));
+  }
+#pragma unroll
+  for (int k = 0; k < ROWS / 16; k++) {
+    unsigned at = k * 2048 + lane * 64;
+    uint4 v[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) v[j] = ssd_ldsu(xs + at + ((j ^ order) << 4));
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      unsigned h = high[j / 2], l = low[j / 2];
+      ssd_stsu(xw + at + ((j ^ order) << 4),
+        make_uint4(ssd_scaled(v[j].x, h, l), ssd_scaled(v[j].y, h, l), ssd_scaled(v[j].z, h, l), ssd_scaled(v[j].w, h, l)));
+    }
+  }
+}
+#else
 // w x beside x. Lanes take the 16-byte pieces of their rows in different orders, for the banks.
 DI void ssd_weigh(unsigned xs, unsigned xw, const float* f) {
   int lane = threadIdx.x & 31;
@@ -248,16 +296,22 @@ DI void ssd_weigh(unsigned xs, unsigned xw, const float* f) {
     }
   }
 }
+#endif
 // Rows of x and B from ``rows`` on belong to the next sequence: whatever is there (NaN) must not be multiplied, not even by 0.
 DI void ssd_absent(unsigned xs, unsigned bs, int rows) {
   for (int i = rows * 8 + (threadIdx.x & 31); i < 512; i += 32) {
-    ssd_stsu(xs + i * 16, make_uint4(0, 0, 0, 0));
+    if (!TAIL) ssd_stsu(xs + i * 16, make_uint4(0, 0, 0, 0));
 #pragma unroll
     for (int j = 0; j < NT / 64; j++) ssd_stsu(bs + j * 8192 + i * 16, make_uint4(0, 0, 0, 0));
   }
+#if TAIL
+  for (int i = rows * 2 + (threadIdx.x & 31); i < 128; i += 32)
+    for (int j = 0; j < ROWS / 16; j++) ssd_stsu(xs + j * 2048 + i * 16, make_uint4(0, 0, 0, 0));
+#endif
   __syncwarp();
 }
-// ---- state warps: thread (g, t) of warp w holds state[16w+g (+8)][8j+2t (+1)]
+// ---- state warps: thread (g, t) of warp w holds state[16w+g (+8)][8j+2t (+1)]. Rows 64 to 79 (the tail) are made transposed, as
+// B^T (w x): behind the others it holds state[64+8j+2t (+1)][64i+16w+g (+8)].
 // The state, rounded, for the y warps; with fp16 each warp's 16 rows are scaled by a power of two, whose inverse goes to scales[w].
 DI void ssd_state_handoff(unsigned slot, float* acc, int w, unsigned scales, unsigned shared_tops, int part) {
   int lane = threadIdx.x & 31;
@@ -283,21 +337,70 @@ DI void ssd_state_handoff(unsigned slot, float* acc, int w, unsigned scales, uns
 #pragma unroll
   for (int i = 0; i < NS / 16; i++) {
     int ch = 2 * i + hi;
-    unsigned addr = row + (ch >> 3) * 8192 + (((ch & 7) ^ (p & 7)) << 4);
+    unsigned addr = row + (ch >> 3) * (ROWS * 128) + (((ch & 7) ^ (p & 7)) << 4);
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(addr),
       "r"(ssd_pack(acc[8 * i] * f, acc[8 * i + 1] * f)), "r"(ssd_pack(acc[8 * i + 2] * f, acc[8 * i + 3] * f)),
       "r"(ssd_pack(acc[8 * i + 4] * f, acc[8 * i + 5] * f)), "r"(ssd_pack(acc[8 * i + 6] * f, acc[8 * i + 7] * f)) : "memory");
   }
 }
+#if TAIL
+// The same for the tail, whose rows every warp has a part of: with fp16 one scale for all of them, after the others' in scales.
+DI void ssd_tail_handoff(unsigned slot, float* acc, int w, unsigned scales, unsigned shared_tops) {
+  int lane = threadIdx.x & 31, p = 64 + (lane >> 4) * 8 + (lane & 7);
+  unsigned row = slot + p * 128 + (((2 * w + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+  float f = 1.f;
+#if SAFE
+  float top = 0.f;
+#pragma unroll
+  for (int i = 0; i < NS / 8; i++) top = fmaxf(top, fabsf(acc[i]));
+#pragma unroll
+  for (int o = 1; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
+  // One barrier is enough: each copy in the ring has tops of its own.
+  if (lane == 0) asm volatile("st.shared.f32 [%0], %1;" :: "r"(shared_tops + w * 4), "f"(top) : "memory");
+  asm volatile("bar.sync 1, 128;" ::: "memory");
+  float4 tops = ssd_lds4(shared_tops);
+  f = ssd_down(fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w)));
+  if (lane == 0 && w == 0) asm volatile("st.shared.f32 [%0], %1;" :: "r"(scales + 16), "f"(ssd_inverse(f)) : "memory");
+#endif
+#pragma unroll
+  for (int i = 0; i < NS / 64; i++)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(row + i * (ROWS * 128)),
+      "r"(ssd_pack(acc[8 * i] * f, acc[8 * i + 1] * f)), "r"(ssd_pack(acc[8 * i + 2] * f, acc[8 * i + 3] * f)),
+      "r"(ssd_pack(acc[8 * i + 4] * f, acc[8 * i + 5] * f)), "r"(ssd_pack(acc[8 * i + 6] * f, acc[8 * i + 7] * f)) : "memory");
+}
+DI int ssd_tail_row(int i) { return 2 * (i & 4) + 2 * (threadIdx.x & 3) + (i & 1); }
+DI int ssd_tail_column(int w, int i) { return 64 * (i / 8) + 16 * w + 4 * (i & 2) + (threadIdx.x & 31) / 4; }
+DI void ssd_tail_read(float* acc, const float* src, int w, int rows, int cols) {
+#pragma unroll
+  for (int i = 0; i < NS / 8; i++) {
+    int p = ssd_tail_row(i), n = ssd_tail_column(w, i);
+    if (p < rows && n < cols) acc[i] = src[p * NREAL + n];
+  }
+}
+DI void ssd_tail_write(float* dst, float* acc, int w, int rows, int cols) {
+#pragma unroll
+  for (int i = 0; i < NS / 8; i++) {
+    int p = ssd_tail_row(i), n = ssd_tail_column(w, i);
+    if (p < rows && n < cols) dst[p * NREAL + n] = acc[i];
+  }
+}
+#endif
 DI void ssd_scale(float* acc, float v, int n) {
 #pragma unroll
   for (int i = 0; i < n; i++) acc[i] *= v;
 }
 DI void ssd_state_update(float* acc, unsigned xw, unsigned bs) {
-  unsigned la = ssd_desc_low(xw, 8192), lb = ssd_desc_low(bs, 8192);
+  unsigned la = ssd_desc_low(xw, ssd_lead()), lb = ssd_desc_low(bs, 8192);
   ssd_wgmma_fence();
 #pragma unroll
-  for (int kk = 0; kk < 4; kk++) SSD_STATE_MMA(acc, ssd_desc(la, kk * 2048), ssd_desc(lb, kk * 2048), 1);
+  for (int kk = 0; kk < 4; kk++) SSD_STATE_MMA(acc, ssd_desc_x(la, kk), ssd_desc(lb, kk * 2048), 1);
+#if TAIL
+#pragma unroll
+  for (int i = 0; i < NS / 64; i++)
+#pragma unroll
+    for (int kk = 0; kk < 4; kk++)
+      ssd_wgmma_ss_16_11(acc + NS / 2 + 8 * i, ssd_desc(lb, i * 8192 + kk * 2048), ssd_desc_x(la + 512, kk), 1);
+#endif
   ssd_wgmma_commit();
 }
 // rows (d_head) and columns (d_state) beyond the real ones are not touched
@@ -325,7 +428,7 @@ DI void ssd_state_write(float* dst, float* acc, int w, int rows, int cols) {
 DI void ssd_carry_out(float* dst, float* acc, int* flag, int value) {
   float4* d = (float4*)dst + (threadIdx.x & 127);
 #pragma unroll
-  for (int i = 0; i < NS / 8; i++) d[i * 128] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+  for (int i = 0; i < NA / 4; i++) d[i * 128] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
   __threadfence();
   __syncwarp();
   if ((threadIdx.x & 31) == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" :: "l"(flag), "r"(value) : "memory");
@@ -335,7 +438,7 @@ DI void ssd_carry_in(float* acc, const float* src, const int* flag, int value) {
   do { asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(got) : "l"(flag) : "memory"); } while (got < value);
   const float4* s = (const float4*)src + (threadIdx.x & 127);
 #pragma unroll
-  for (int i = 0; i < NS / 8; i++) {
+  for (int i = 0; i < NA / 4; i++) {
     float4 v = __ldcg(s + i * 128);
     acc[4 * i] = v.x; acc[4 * i + 1] = v.y; acc[4 * i + 2] = v.z; acc[4 * i + 3] = v.w;
   }
@@ -360,28 +463,48 @@ DI void ssd_mma_kmajor(float* d, unsigned a, unsigned b) {  // d = A B^T over NT
   }
   ssd_wgmma_commit();
 }
-DI void ssd_mma_mx(float* d, unsigned* a, unsigned xs) {
-  unsigned low = ssd_desc_low(xs, 8192);
+#if TAIL
+DI void ssd_mma_copy(float* d, unsigned a, unsigned b) {  // the same with the ROWS rows of the state's copy
+  unsigned la = ssd_desc_low(a, 16), lb = ssd_desc_low(b, 16);
   ssd_wgmma_fence();
 #pragma unroll
-  for (int kk = 0; kk < 4; kk++) ssd_wgmma_rs_64_1(d, a + 4 * kk, ssd_desc(low, kk * 2048));
+  for (int kk = 0; kk < NT / 16; kk++)
+    SSD_COPY_MMA(d, ssd_desc(la, kk / 4 * 8192 + kk % 4 * 32), ssd_desc(lb, kk / 4 * (ROWS * 128) + kk % 4 * 32), kk > 0);
+  ssd_wgmma_commit();
+}
+#else
+#define ssd_mma_copy ssd_mma_kmajor
+#endif
+DI void ssd_mma_mx(float* d, unsigned* a, unsigned xs) {
+  unsigned low = ssd_desc_low(xs, ssd_lead());
+  ssd_wgmma_fence();
+#pragma unroll
+  for (int kk = 0; kk < 4; kk++) SSD_MX_MMA(d, a + 4 * kk, ssd_desc_x(low, kk));
   ssd_wgmma_commit();
 }
 // cum, dt of this thread's columns in the first half, and cum of its two rows. For two warps the other half is above the diagonal.
 DI void ssd_pairs(float* q, float* l, unsigned scal, int w) {
   int lane = threadIdx.x & 31, r = 16 * w + lane / 4;
   l[0] = ssd_lds(scal + r * 8); l[1] = ssd_lds(scal + (r + 8) * 8);
+#if !TAIL
 #pragma unroll
   for (int j = 0; j < 4; j++) *(float4*)(q + 4 * j) = ssd_lds4(scal + j * 64 + (lane & 3) * 16);
+#endif
 }
 // M = CB * 2^min(cum_l - cum_s, 0) * dt_s for s <= l, as an operand. With fp16 each row is scaled by a power of two, left in scale.
 DI void ssd_weights(unsigned* a, float* cb, float* q, const float* l, unsigned scal, int w, float* scale) {
   int lane = threadIdx.x & 31, keep = 16 * w + lane / 4 - 2 * (lane & 3);
 #pragma unroll
   for (int i = 0; i < 4; i++) {  // 16 columns: below the diagonal, on it or above it
+#if TAIL
+    if (i <= w)
+#pragma unroll
+      for (int j = 2 * i; j < 2 * i + 2; j++) *(float4*)(q + 4 * (j % 4)) = ssd_lds4(scal + j * 64 + (lane & 3) * 16);
+#else
     if (i == 2 && w >= 2)
 #pragma unroll
       for (int j = 0; j < 4; j++) *(float4*)(q + 4 * j) = ssd_lds4(scal + (4 + j) * 64 + (lane & 3) * 16);
+#endif
     if (i <= w) {
 #pragma unroll
       for (int j = 2 * i; j < 2 * i + 2; j++) {
@@ -431,19 +554,19 @@ DI void ssd_rows_scale(float* d, const float* l, const float* scale, unsigned sc
 #if SAFE
   e0 *= scale[0]; e1 *= scale[1];
 #pragma unroll
-  for (int j = 0; j < 8; j++) {
+  for (int j = 0; j < ROWS / 8; j++) {
     float f = ssd_lds(scales + (j / 2) * 4);
     d[4 * j] *= f; d[4 * j + 1] *= f; d[4 * j + 2] *= f; d[4 * j + 3] *= f;
   }
 #endif
 #pragma unroll
-  for (int j = 0; j < 8; j++) { d[4 * j] *= e0; d[4 * j + 1] *= e0; d[4 * j + 2] *= e1; d[4 * j + 3] *= e1; }
+  for (int j = 0; j < ROWS / 8; j++) { d[4 * j] *= e0; d[4 * j + 1] *= e0; d[4 * j + 2] *= e1; d[4 * j + 3] *= e1; }
 }
 DI void ssd_rows_unscale(float* d, const float* scale) {
 #if SAFE
   float f0 = ssd_inverse(scale[0]), f1 = ssd_inverse(scale[1]);
 #pragma unroll
-  for (int j = 0; j < 8; j++) { d[4 * j] *= f0; d[4 * j + 1] *= f0; d[4 * j + 2] *= f1; d[4 * j + 3] *= f1; }
+  for (int j = 0; j < ROWS / 8; j++) { d[4 * j] *= f0; d[4 * j + 1] *= f0; d[4 * j + 2] *= f1; d[4 * j + 3] *= f1; }
 #endif
 }
 // y += D x; D of head h is at D, its columns dp apart (0: one value a head); cols: columns that exist from here on
@@ -451,9 +574,10 @@ DI void ssd_skip(float* d, const float* D, int dp, unsigned xs, int w, int cols)
   int lane = ssd_here(threadIdx.x & 31), row = 16 * w + (lane & 15);
   D += 2 * (lane & 3) * dp;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < ROWS / 16; i++) {
     unsigned x[4];  // rows g, g + 8 of tile 2i, then of 2i + 1
-    ssd_ldsm(x, xs + row * 128 + (((2 * i + (lane >> 4)) ^ (row & 7)) << 4));
+    if (!TAIL) ssd_ldsm(x, xs + row * 128 + (((2 * i + (lane >> 4)) ^ (row & 7)) << 4));
+    else ssd_ldsm(x, xs + i * 2048 + row * 32 + (((lane >> 4) ^ (row >> 2 & 1)) << 4));
 #pragma unroll
     for (int k = 0; k < 2; k++, D += 8 * dp) {
       float* o = d + 8 * i + 4 * k;
@@ -468,7 +592,7 @@ DI void ssd_gate_load(unsigned* u, const void* z, long long pitch, int w, int ro
   int lane = ssd_here(threadIdx.x & 31), r = 16 * w + lane / 4;
   const char* a = (const char*)z + 2 * (r * pitch + 2 * (lane & 3)); const char* b = a + 16 * pitch;
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < ROWS / 8; i++) {
     u[2 * i] = r < rows && 8 * i < cols ? __ldg((const unsigned*)(a + 16 * i)) : 0;
     u[2 * i + 1] = r + 8 < rows && 8 * i < cols ? __ldg((const unsigned*)(b + 16 * i)) : 0;
   }
@@ -476,18 +600,21 @@ DI void ssd_gate_load(unsigned* u, const void* z, long long pitch, int w, int ro
 DI float ssd_silu(float v) { return __fdividef(v, 1.f + ssd_exp2(-1.4426950408889634f * v)); }
 DI void ssd_gate(float* d, const unsigned* u) {
 #pragma unroll
-  for (int i = 0; i < 16; i++) { d[2 * i] *= ssd_silu(ssd_lo(u[i])); d[2 * i + 1] *= ssd_silu(ssd_hi(u[i])); }
+  for (int i = 0; i < ROWS / 4; i++) { d[2 * i] *= ssd_silu(ssd_lo(u[i])); d[2 * i + 1] *= ssd_silu(ssd_hi(u[i])); }
 }
 DI void ssd_gate_ahead(const void* z, long long pitch, int rows) {
   for (int r = threadIdx.x & 31; r < 64; r += 32)
-    if (r < rows) asm volatile("prefetch.global.L2 [%0];" :: "l"((const char*)z + 2 * r * pitch));
+    if (r < rows) {
+      asm volatile("prefetch.global.L2 [%0];" :: "l"((const char*)z + 2 * r * pitch));
+      if (TAIL) asm volatile("prefetch.global.L2 [%0];" :: "l"((const char*)z + 2 * r * pitch + 128));
+    }
 }
 // A warp's 16 rows x 64 columns go to shared memory as swizzled boxes of 128-byte rows, and from there to y in the background; rows
 // and columns outside y are dropped. In float32, lanes of odd g store tiles j and j + 2 in the other order (else two rows of a
 // half-warp meet in the same banks): ssd_y_take puts a thread's values in that order.
 #if Y32
 DI void ssd_y_take(float* v, const float* d) {
-  int odd = threadIdx.x & 4;
+  int odd = SSD_LANE & 4;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const float* a = d + (i / 2 * 16 + i % 2 * 4); const float* b = a + 8;
@@ -496,7 +623,7 @@ DI void ssd_y_take(float* v, const float* d) {
   }
 }
 DI void ssd_y_stage(const float* v, unsigned mine) {
-  int lane = threadIdx.x & 31, t = lane & 3, g = lane / 4;
+  int lane = SSD_LANE, t = lane & 3, g = lane / 4;
   unsigned at = mine + g * 128 + (t & 1) * 8 + (((t / 2) ^ g ^ (g & 1) * 4) << 4);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -511,9 +638,25 @@ DI void ssd_y_take(unsigned* v, const float* d) {
   for (int i = 0; i < 16; i++) v[i] = ssd_pack(d[2 * i], d[2 * i + 1]);
 }
 DI void ssd_y_stage(const unsigned* v, unsigned mine) {
-  int lane = threadIdx.x & 31, g = lane / 4;
+  int lane = SSD_LANE, g = lane / 4;
 #pragma unroll
   for (int i = 0; i < 16; i++) ssd_sts1(mine + (g + 8 * (i & 1)) * 128 + (((i / 2) ^ g) << 4) + (lane & 3) * 4, v[i]);
+}
+#endif
+#if TAIL
+// The tail is the first 16 columns of one box more; the others lie outside of y.
+DI void ssd_tail_stage(const float* d, unsigned mine) {
+  int lane = ssd_here(threadIdx.x & 31), t = lane & 3, g = lane / 4;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {  // rows g, g + 8 of 8 columns, then of the next 8
+    unsigned at = mine + (g + 8 * (i & 1)) * 128;
+    if (Y32) ssd_sts2(at + (((i & 2) + t / 2) ^ g) * 16 + (t & 1) * 8, d[2 * i], d[2 * i + 1]);
+    else ssd_sts1(at + ((i / 2) ^ g) * 16 + t * 4, ssd_pack(d[2 * i], d[2 * i + 1]));
+  }
+}
+template <typename D> DI void ssd_tail_send(const D& map, unsigned tile, int column, int head, int row, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5}], [%1], %6;"
+    :: "l"((unsigned long long)&map), "r"(tile), "r"(column), "r"(head), "r"(row), "r"(batch), "l"(SSD_ONCE) : "memory");
 }
 #endif
 // The same for rows that the next sequence's follow: only ``rows`` of them are written.
@@ -550,30 +693,50 @@ def do(name: str, *args: Any) -> Any:
 SOFTPLUS, BIAS, INITIAL, SKIP, GATE, PACKED, SCOUTS, ALWAYS = (1 << i for i in range(8))
 
 
+def tile_rows(P: int, N: int) -> int:
+    """Rows of d_head that a CTA makes; further CTAs make the others. ops/_fused.py has the same rule."""
+    return 80 if 64 < P <= 80 and N <= 128 else 64
+
+
 def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
     NT = 64 if N <= 64 else 128 if N <= 128 else 256
     safe = dtype == "float16"
     SW = max(1, NT // 128)  # state warpgroups, each with NS columns of the state
     NS = NT // SW
-    slices = k.ceildiv(P, 64)  # a CTA makes 64 rows of d_head
+    rows = tile_rows(P, N)
+    wide = rows > 64  # then one CTA makes them all
+    slices = k.ceildiv(P, rows)
+    NA = NS * rows // 128  # sums of the state that a thread holds
     ny = {64: 2, 128: 2, 256: 1}[NT]  # y warpgroups, which take chunks in turn
     stages = {64: 4, 128: 4, 256: 2}[NT]
     nf = {64: 3, 128: 3, 256: 2}[NT]  # factor warps, which take chunks in turn; two stages let no third one wait for its own
     ring = 2  # copies of the state on their way to y
-    # A stage: x, w x, B, C (whose rows y takes later, so it has 16384 bytes at least), factors.
-    o_xw, o_B, o_C = 8192, 16384, 16384 + NT * 128
-    slots = {64: 4, 128: 3, 256: 2}[NT]  # chunks whose factors are kept
-    stage_bytes = o_C + max(NT * 128, 16384)
-    SC = 528  # cum, dt of each token; 2^end and fp16's scales
+    slots = 4 if wide else {64: 4, 128: 3, 256: 2}[NT]  # chunks whose factors are kept
+    # A stage: x, w x, B, C (whose rows y takes later, so it has 16384 bytes at least).
+    x_bytes, C_bytes = rows * 128, max(NT * 128, 16384)
+    o_xw, o_B, o_C = x_bytes, 2 * x_bytes, 2 * x_bytes + NT * 128
+    stage_bytes = o_C + C_bytes
+    xw_places, xw_pitch, C_places, C_pitch = stages, stage_bytes, stages, stage_bytes
     o_ring = stages * stage_bytes
-    o_scal = o_ring + ring * NT * 128
+    if wide:
+        # Four whole stages do not fit: x and B have four places, w x and C three each. y takes the places of B (64 columns) and x.
+        o_B, stage_bytes = x_bytes, x_bytes + C_bytes
+        o_xw, xw_places, xw_pitch = stages * stage_bytes, 3, x_bytes
+        o_C, C_places, C_pitch = o_xw + xw_places * x_bytes, 3, C_bytes
+        o_ring = o_C + C_places * C_bytes
+    o_y = o_B if wide else o_C
+    copy_bytes = NT * 2 * rows
+    SC = 528  # cum, dt of each token; 2^end and fp16's scales
+    o_scal = o_ring + ring * copy_bytes
     o_side = o_scal + slots * SC  # fp16: scales of the state's copies, then tops of the state's parts
-    o_tops = o_side + ring * 16
-    o_full = o_tops + 64  # mbarriers: x and B landed; C landed; factors and w x made; x, w x and B read; y in C's place
+    side_bytes = 32 if wide else 16
+    o_tops = o_side + ring * side_bytes
+    o_full = o_tops + 64  # mbarriers: x and B landed; C landed; factors and w x made; x, w x and B read; y in place
     o_cfull, o_made, o_free, o_staged = (o_full + 8 * stages * i for i in range(1, 5))
     o_sfull = o_staged + 8 * stages  # a copy of the state left; read
     o_sfree = o_sfull + 8 * ring
-    total = o_sfree + 8 * ring + 16
+    o_cfree = o_sfree + 8 * ring  # C read, where y takes another place
+    total = o_cfree + 8 * C_places * wide + 16
     ty = {"bfloat16": "bf16", "float16": "f16"}[dtype]
     values = {
         "SAFE": int(safe),
@@ -581,12 +744,20 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
         "NT": NT,
         "NS": NS,
         "NREAL": N,
+        "NA": NA,
+        "ROWS": rows,
+        "TAIL": rows - 64,
         "Y32": int(y_float32),
         "SSD_PAIR": f'"{ty}x2"',
         "SSD_STATE_MMA": f"ssd_wgmma_ss_{NS}_11",
+        "SSD_COPY_MMA": f"ssd_wgmma_ss_{rows}_00",
+        "SSD_MX_MMA": f"ssd_wgmma_rs_{rows}_1",
     }
     source = "".join(f"#define {name} {value}\n" for name, value in values.items()) + COMMON + (FP16 if safe else BF16)
-    source += wgmma_ss(64, ty, 0, 0) + wgmma_ss(NS, ty, 1, 1) + wgmma_rs(64, ty, 1) + BODY
+    source += wgmma_ss(64, ty, 0, 0) + wgmma_ss(NS, ty, 1, 1) + wgmma_rs(rows, ty, 1)
+    if wide:
+        source += wgmma_ss(rows, ty, 0, 0) + wgmma_ss(16, ty, 1, 1)
+    source += BODY
     threads = 128 * (1 + SW + ny)
     once, keep = T.uint64(0x12F0000000000000), T.uint64(0x14F0000000000000)
     B, S, H, G, M, C = k.dims("B S H G M C")
@@ -596,6 +767,12 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
         code = 6 if safe else 9  # CUtensorMapDataType
         pitches = [t.strides[d] * 2 for d in (2, 1, 0)]
         return T.create_tma_descriptor(code, 4, t.data, inner, heads, S, B, 2, *pitches, 64, 1, 64, 1, 1, 1, 1, 1, 0, 3, 2, 0)
+
+    def panels(t: Any) -> Any:
+        """Descriptor of the same tokens' ``rows`` columns of one head, in panels of 16, 32-byte swizzle."""
+        code = 6 if safe else 9
+        dims, pitches = (16, S, P // 16, H, B), (2, t.strides[1] * 2, 32, t.strides[2] * 2, t.strides[0] * 2)
+        return T.create_tma_descriptor(code, 5, t.data, *dims, *pitches, 16, 64, rows // 16, 1, 1, 1, 1, 1, 1, 1, 0, 1, 2, 0)
 
     def out_tiles(t: Any) -> Any:
         """Descriptor of boxes of 64 tokens x 128 bytes of y, 128-byte swizzle."""
@@ -616,7 +793,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
         z: k.strided("z", (B, S, H, P), dtype, 8),
         initial_states: T.Tensor((M, H, P, N), "float32"),
         cu_seqlens: T.Tensor((M + 1,), "int32"),
-        carry: T.Tensor((C, SW * 128 * (NS // 2)), "float32"),
+        carry: T.Tensor((C, SW * 128 * NA), "float32"),
         sync: T.Tensor((1 + M * H * slices * (SW * 4),), "int32"),
         y: T.Tensor((B, S, H, P), "float32" if y_float32 else dtype),
         final_states: T.Tensor((M, H, P, N), "float32"),
@@ -637,8 +814,11 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                     do("ssd_bar_init", base + o_full + 8 * i, 1)
                     do("ssd_bar_init", base + o_cfull + 8 * i, 1)
                     do("ssd_bar_init", base + o_made + 8 * i, 1)
-                    do("ssd_bar_init", base + o_free + 8 * i, 4 * SW + 4)
+                    do("ssd_bar_init", base + o_free + 8 * i, 4 * SW + (0 if wide else 4))
                     do("ssd_bar_init", base + o_staged + 8 * i, 4)
+                if wide:
+                    for i in T.serial(C_places):
+                        do("ssd_bar_init", base + o_cfree + 8 * i, 4)
                 for i in T.serial(ring):
                     do("ssd_bar_init", base + o_sfull + 8 * i, 4 * SW)
                     do("ssd_bar_init", base + o_sfree + 8 * i, 4)
@@ -654,7 +834,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
             seg = T.alloc_var("int32", init=T.truncdiv(item, chains))
             chain = T.alloc_var("int32", init=item - seg * chains)
             bh = T.alloc_var("int32", init=T.truncdiv(chain, slices))
-            p0 = T.alloc_var("int32", init=(chain - bh * slices) * 64)
+            p0 = T.alloc_var("int32", init=(chain - bh * slices) * rows)
             row = T.alloc_var("int32", init=T.truncdiv(bh, H))  # of the states
             h = T.alloc_var("int32", init=bh - row * H)
             g = T.alloc_var("int32", init=T.truncdiv(h, T.truncdiv(H, G)))
@@ -681,7 +861,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
             if wg == 0:
                 if tx == 0:
                     policy = T.alloc_var("uint64", init=T.if_then_else(scout > 0, keep, once))
-                    # This thread starts every bulk copy, whichever can go on: x and B in, y out, then C in where y was.
+                    # This thread starts every bulk copy, whichever can go on: x and B in, y out, then C (or x and B) in where y was.
                     cx = T.alloc_var("int32", init=0)
                     cc = T.alloc_var("int32", init=T.if_then_else(scout > 0, count, 0))
                     cy = T.alloc_var("int32", init=0)
@@ -693,10 +873,18 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         ready = 0
                         if cx < count:
                             ready = T.call_extern("int32", "ssd_done", base + o_free + 8 * sx, (cx // stages + 1) % 2)
+                        if wide:
+                            if (scout == 0) & (cx >= stages) & (cy <= cx - stages):
+                                ready = 0
                         if ready > 0:
                             at = base + sx * stage_bytes
-                            do("ssd_expect", base + o_full + 8 * sx, 8192 + NT * 128)
-                            do("ssd_tile", tiles(x, P, H), at, base + o_full + 8 * sx, p0, h, t0 + cx * 64, b, policy)
+                            if wide:
+                                do("ssd_y_read")
+                            do("ssd_expect", base + o_full + 8 * sx, x_bytes + NT * 128)
+                            if wide:
+                                do("ssd_panels", panels(x), at, base + o_full + 8 * sx, h, t0 + cx * 64, b, policy)
+                            else:
+                                do("ssd_tile", tiles(x, P, H), at, base + o_full + 8 * sx, p0, h, t0 + cx * 64, b, policy)
                             for i in T.unroll(NT // 64):
                                 do(
                                     "ssd_tile",
@@ -710,12 +898,19 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                                     keep,
                                 )
                             cx = cx + 1
-                        if (cc < count) & ((cc < stages) | (cy > cc - stages)):
-                            sc = cc % stages
-                            do("ssd_y_read")
+                        sc = cc % C_places
+                        ready = 0
+                        if wide:
+                            if cc < count:
+                                ready = T.call_extern("int32", "ssd_done", base + o_cfree + 8 * sc, (cc // C_places + 1) % 2)
+                        elif (cc < count) & ((cc < stages) | (cy > cc - stages)):
+                            ready = 1
+                        if ready > 0:
+                            if not wide:
+                                do("ssd_y_read")
                             do("ssd_expect", base + o_cfull + 8 * sc, NT * 128)
                             for i in T.unroll(NT // 64):
-                                to = base + sc * stage_bytes + o_C + i * 8192
+                                to = base + sc * C_pitch + o_C + i * 8192
                                 do("ssd_tile", tiles(Cm, N, G), to, base + o_cfull + 8 * sc, 64 * i, g, t0 + cc * 64, b, keep)
                             cc = cc + 1
                         sy = cy % stages
@@ -723,7 +918,9 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         if cy < sends:
                             ready = T.call_extern("int32", "ssd_done", base + o_staged + 8 * sy, cy // stages % 2)
                         if ready > 0:
-                            do("ssd_y_send", out_tiles(y), base + sy * stage_bytes + o_C, p0, P, h, t0 + cy * 64, b)
+                            if wide:
+                                do("ssd_tail_send", out_tiles(y), base + sy * stage_bytes, p0 + 64, h, t0 + cy * 64, b)
+                            do("ssd_y_send", out_tiles(y), base + sy * stage_bytes + o_y, p0, P, h, t0 + cy * 64, b)
                             cy = cy + 1
                     do("ssd_y_finish")
                 elif (warp > 0) & (warp <= nf):
@@ -750,7 +947,11 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         if (flags & PACKED) != 0:
                             if t1 - s0 < 64:
                                 do("ssd_absent", at, at + o_B, t1 - s0)
-                        do("ssd_weigh", at, at + o_xw, T.address_of(f[0]))
+                        if xw_places < stages:
+                            if c >= xw_places:  # who used the place of w x is done with it
+                                e = c - xw_places
+                                do("ssd_wait", base + o_free + 8 * (e % stages), e // stages % 2)
+                        do("ssd_weigh", at, base + o_xw + c % xw_places * xw_pitch, T.address_of(f[0]))
                         if slots < stages:
                             if c >= slots:  # who used the factors' place is done with it
                                 e = c - slots
@@ -761,22 +962,31 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         raw[0] = raw[2]
                         raw[1] = raw[3]
             elif wg <= SW:
-                acc = T.alloc_local((NS // 2,), "float32")
+                acc = T.alloc_local((NA,), "float32")
                 n0 = (wg - 1) * NS
-                do("ssd_zero", T.address_of(acc[0]), NS // 2)
+                do("ssd_zero", T.address_of(acc[0]), NA)
                 if seg > 0:
                     if seg < segs:
                         do(
                             "ssd_carry_in",
                             T.address_of(acc[0]),
-                            T.address_of(carry[chain * parts + seg, (wg - 1) * (64 * NS)]),
+                            T.address_of(carry[chain * parts + seg, (wg - 1) * (128 * NA)]),
                             T.address_of(sync[1 + (chain * SW + wg - 1) * 4 + w]),
                             seg,
                         )
                 elif (flags & INITIAL) != 0:
                     do("ssd_state_read", T.address_of(acc[0]), T.address_of(initial_states[row, h, p0, n0]), w, P - p0, N - n0)
+                    if wide:
+                        do(
+                            "ssd_tail_read",
+                            T.address_of(acc[NS // 2]),
+                            T.address_of(initial_states[row, h, p0 + 64, n0]),
+                            w,
+                            P - p0 - 64,
+                            N - n0,
+                        )
                 # A scout has no y warps, whose arrivals its first state warps make.
-                times = T.alloc_var("int32", init=T.if_then_else(wg == 1, 1 + scout, 1))
+                times = T.alloc_var("int32", init=1 if wide else T.if_then_else(wg == 1, 1 + scout, 1))
                 left = T.alloc_var("int32", init=seg_chunks)
                 for c in T.serial(count):
                     st = c % stages
@@ -785,20 +995,23 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                     slot = c % ring
                     if scout == 0:
                         do("ssd_wait", base + o_sfree + 8 * slot, (c // ring + 1) % 2)
-                        copy = base + o_ring + slot * (NT * 128) + n0 * 128
-                        do("ssd_state_handoff", copy, T.address_of(acc[0]), w, base + o_side + slot * 16, base + o_tops, wg - 1)
+                        copy = base + o_ring + slot * copy_bytes + n0 * (2 * rows)
+                        do("ssd_state_handoff", copy, T.address_of(acc[0]), w, base + o_side + slot * side_bytes, base + o_tops, wg - 1)
+                        if wide:
+                            mine = base + o_side + slot * side_bytes
+                            do("ssd_tail_handoff", copy, T.address_of(acc[NS // 2]), w, mine, base + o_tops + slot * 16)
                     do("ssd_wait", base + o_made + 8 * st, c // stages % 2)
                     if safe:
-                        do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 516), NS // 2)
-                    do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 512), NS // 2)
-                    do("ssd_state_update", T.address_of(acc[0]), at + o_xw, at + o_B + n0 * 128)
+                        do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 516), NA)
+                    do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 512), NA)
+                    do("ssd_state_update", T.address_of(acc[0]), base + o_xw + c % xw_places * xw_pitch, at + o_B + n0 * 128)
                     if scout == 0:
                         do("ssd_proxy_fence")
                         do("ssd_arrive_warp", base + o_sfull + 8 * slot)
                     do("SSD_WAIT", 0)
-                    do("ssd_landed", T.address_of(acc[0]), NS // 2)
+                    do("ssd_landed", T.address_of(acc[0]), NA)
                     if safe:
-                        do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 520), NS // 2)
+                        do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 520), NA)
                     do("ssd_arrive_times", base + o_free + 8 * st, times)
                     left = left - 1
                     if left == 0:
@@ -808,20 +1021,29 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         if (seg < segs) & (scout >= scouts):
                             do(
                                 "ssd_carry_out",
-                                T.address_of(carry[chain * parts + seg, (wg - 1) * (64 * NS)]),
+                                T.address_of(carry[chain * parts + seg, (wg - 1) * (128 * NA)]),
                                 T.address_of(acc[0]),
                                 T.address_of(sync[1 + (chain * SW + wg - 1) * 4 + w]),
                                 seg,
                             )
                 if last > 0:
                     do("ssd_state_write", T.address_of(final_states[row, h, p0, n0]), T.address_of(acc[0]), w, P - p0, N - n0)
+                    if wide:
+                        do(
+                            "ssd_tail_write",
+                            T.address_of(final_states[row, h, p0 + 64, n0]),
+                            T.address_of(acc[NS // 2]),
+                            w,
+                            P - p0 - 64,
+                            N - n0,
+                        )
             else:
                 cb = T.alloc_local((32,), "float32")
-                out = T.alloc_local((32,), "float32")
+                out = T.alloc_local((rows // 2,), "float32")
                 m = T.alloc_local((16,), "uint32")
                 q = T.alloc_local((16,), "float32")
                 l = T.alloc_local((2,), "float32")
-                zr = T.alloc_local((16,), "uint32")
+                zr = T.alloc_local((rows // 4,), "uint32")
                 scale = T.alloc_local((2,), "float32")
                 took = T.alloc_local((32 if y_float32 else 16,), "float32" if y_float32 else "uint32")
                 yw = T.alloc_var("int32", init=wg - SW - 1)
@@ -831,18 +1053,19 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                     c = i * ny + yw
                     st = c % stages
                     at = base + st * stage_bytes
+                    at_C = base + c % C_places * C_pitch + o_C
                     scal = base + o_scal + c % slots * SC
                     slot = c % ring
                     do("ssd_wait", base + o_full + 8 * st, c // stages % 2)
-                    do("ssd_wait", base + o_cfull + 8 * st, c // stages % 2)
-                    do("ssd_mma_kmajor", T.address_of(cb[0]), at + o_C, at + o_B)
+                    do("ssd_wait", base + o_cfull + 8 * (c % C_places), c // C_places % 2)
+                    do("ssd_mma_kmajor", T.address_of(cb[0]), at_C, at + o_B)
                     if i > 0:
                         do("ssd_proxy_fence")
                         do("ssd_arrive_warp", base + o_staged + 8 * ((c - ny) % stages))
                     do("ssd_wait", base + o_made + 8 * st, c // stages % 2)
                     do("ssd_pairs", T.address_of(q[0]), T.address_of(l[0]), scal, w)
                     do("ssd_wait", base + o_sfull + 8 * slot, c // ring % 2)
-                    do("ssd_mma_kmajor", T.address_of(out[0]), at + o_C, base + o_ring + slot * (NT * 128))
+                    do("ssd_mma_copy", T.address_of(out[0]), at_C, base + o_ring + slot * copy_bytes)
                     do("SSD_WAIT", 1)
                     do("ssd_landed", T.address_of(cb[0]), 32)
                     do(
@@ -856,9 +1079,12 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         T.address_of(scale[0]),
                     )
                     do("SSD_WAIT", 0)
-                    do("ssd_landed", T.address_of(out[0]), 32)
-                    do("ssd_rows_scale", T.address_of(out[0]), T.address_of(l[0]), T.address_of(scale[0]), base + o_side + slot * 16)
+                    do("ssd_landed", T.address_of(out[0]), rows // 2)
+                    side = base + o_side + slot * side_bytes
+                    do("ssd_rows_scale", T.address_of(out[0]), T.address_of(l[0]), T.address_of(scale[0]), side)
                     do("ssd_arrive_warp", base + o_sfree + 8 * slot)
+                    if wide:
+                        do("ssd_arrive_warp", base + o_cfree + 8 * (c % C_places))
                     do("ssd_mma_mx", T.address_of(out[0]), T.address_of(m[0]), at)
                     if (flags & GATE) != 0:
                         s0 = t0 + c * 64
@@ -866,7 +1092,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         b1 = T.alloc_var("int32", init=T.call_extern("int32", "ssd_here", b))
                         do("ssd_gate_load", T.address_of(zr[0]), T.address_of(z[b1, s0, h1, p0]), z.strides[1], w, t1 - s0, P - p0)
                     do("SSD_WAIT", 0)
-                    do("ssd_landed", T.address_of(out[0]), 32)
+                    do("ssd_landed", T.address_of(out[0]), rows // 2)
                     do("ssd_held", T.address_of(m[0]), 16, never)
                     do("ssd_rows_unscale", T.address_of(out[0]), T.address_of(scale[0]))
                     if (flags & SKIP) != 0:
@@ -874,10 +1100,15 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         do("ssd_skip", T.address_of(out[0]), T.address_of(D[h2, p0]), T.cast(D.strides[1], "int32"), at, w, P - p0)
                     if (flags & GATE) != 0:
                         do("ssd_gate", T.address_of(out[0]), T.address_of(zr[0]))
-                    do("ssd_arrive_warp", base + o_free + 8 * st)
+                    if not wide:
+                        do("ssd_arrive_warp", base + o_free + 8 * st)
                     do("ssd_y_take", T.address_of(took[0]), T.address_of(out[0]))
+                    if wide:
+                        do("ssd_wait", base + o_free + 8 * st, c // stages % 2)
                     do("ssd_y_together", 2 + yw)
-                    do("ssd_y_stage", T.address_of(took[0]), at + o_C + w * 2048)
+                    do("ssd_y_stage", T.address_of(took[0]), base + st * stage_bytes + o_y + w * 2048)
+                    if wide:
+                        do("ssd_tail_stage", T.address_of(out[32]), at + w * 2048)
                 if rounds > 0:
                     c_end = (rounds - 1) * ny + yw
                     s_end = t0 + c_end * 64
@@ -885,8 +1116,11 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         do("ssd_proxy_fence")
                         do("ssd_arrive_warp", base + o_staged + 8 * (c_end % stages))
                     else:
-                        mine = base + c_end % stages * stage_bytes + o_C + w * 2048
+                        mine = base + c_end % stages * stage_bytes + o_y + w * 2048
                         r_end = s_end + w * 16
                         do("ssd_y_plain", mine, T.address_of(y[b, r_end, h, p0]), T.cast(H, "int64") * P, t1 - r_end, P - p0)
+                        if wide:
+                            rest = base + c_end % stages * stage_bytes + w * 2048
+                            do("ssd_y_plain", rest, T.address_of(y[b, r_end, h, p0 + 64]), T.cast(H, "int64") * P, t1 - r_end, P - p0 - 64)
 
     return k.complete(fused_main)

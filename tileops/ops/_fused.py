@@ -16,8 +16,8 @@ from tileops.ops._layout import WIDE, expanded, packed, rows
 if TYPE_CHECKING:
     from tileops.ops._planner import Planner, Slot
 
-#: Tokens of a chunk, and rows of d_head that one CTA makes.
-CHUNK = ROWS = 64
+#: Tokens of a chunk.
+CHUNK = 64
 
 #: Strides of a tensor map are below this many bytes.
 _LONGEST_STRIDE = 2**40
@@ -25,6 +25,11 @@ _LONGEST_STRIDE = 2**40
 
 #: Bits of the kernel's ``flags``, as in kernels/fused_main.py; ALWAYS is set in every call.
 SOFTPLUS, BIAS, INITIAL, SKIP, GATE, PACKED, SCOUTS, ALWAYS = (1 << i for i in range(8))
+
+
+def tile_rows(head_dim: int, d_state: int) -> int:
+    """Rows of d_head that one CTA makes, as in kernels/fused_main.py."""
+    return 80 if 64 < head_dim <= 80 and d_state <= 128 else 64
 
 
 def serves(p: Planner, x: Slot, B: Slot, C: Slot, seq_idx: Slot | None) -> bool:
@@ -124,7 +129,8 @@ def plan_fused(
     batch, seqlen, heads, head_dim = x.shape
     groups, d_state = B.shape[2:]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    chains = sequences * heads * math.ceil(head_dim / ROWS)
+    tile = tile_rows(head_dim, d_state)
+    chains = sequences * heads * math.ceil(head_dim / tile)
     # Packed sequences are of any length: only the longest possible one is known here, and cutting them is not worth it.
     chunks = math.ceil(seqlen / CHUNK)
     split = cut(chains, chunks, p.multiprocessors) if cu_seqlens is None or sequences == 1 else Cut(1, chunks)
@@ -132,7 +138,7 @@ def plan_fused(
     carry = sync = None
     if split.parts > 1:
         columns = next(n for n in (64, 128, 256) if n >= d_state)  # the kernel's tile of d_state
-        carry = p.workspace((chains * split.parts, ROWS * columns), torch.float32)
+        carry = p.workspace((chains * split.parts, tile * columns), torch.float32)
         sync = p.workspace((1 + chains * 4 * max(1, columns // 128),), torch.int32)  # a ticket, and a flag a warp that holds state
         p.launch("fused_clear", {}, {"sync": sync}, {"M": sync.shape[0]})
     if cu_seqlens is not None:
