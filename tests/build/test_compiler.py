@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from tileops import catalog, compiler
 from tileops.compiler import nvrtc, toolchain
+from tileops.compiler.lower import lower
 from tileops.errors import CompileError
 
 CONFIG = {"aligned": True}
@@ -104,3 +106,21 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(toolchain, "find", lambda: (None, "TileLang is not installed; install the extra: pip install 'tileops[jit]'"))
     with pytest.raises(CompileError, match=r"tileops\[jit\]"):
         compiler.build(catalog.config("state_passing", "sm_90a", **CONFIG))
+
+
+OVERLAPPING = {
+    "recurrent": {"P": 64, "N": 128, "dtype": "bfloat16", "state_dtype": "float32", "tied": False},
+    "fused_main": {"P": 64, "N": 128, "dtype": "float16", "y_float32": True},
+    "fused_clear": {},
+}
+
+
+@pytest.mark.parametrize("kernel", sorted(catalog.OVERLAPPING))
+def test_a_kernel_that_may_be_launched_early_waits_and_takes_no_memory_for_constant(kernel):
+    found, _ = toolchain.find()
+    lowered = lower(catalog.config(kernel, "sm_90a", **OVERLAPPING[kernel]))
+    ptx = nvrtc._to_ptx(lowered.source, "sm_90a", found)
+    assert "griddepcontrol.wait" in ptx and "griddepcontrol.launch_dependents" in ptx
+    assert "ld.global.nc" not in ptx and "ldu." not in ptx
+    before = ptx[ptx.index(".entry") : ptx.index("griddepcontrol.wait")]
+    assert not re.search(r"\b(ld|st|atom|red)\.(global|relaxed|acquire)|cp\.async\.bulk\.tensor", before)

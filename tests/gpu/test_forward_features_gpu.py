@@ -110,6 +110,24 @@ def is_alone(whole: Mamba2FwdOp, one: Mamba2FwdOp, a: torch.Tensor, b: torch.Ten
 
 
 @HALVES
+@pytest.mark.parametrize("lengths", [(5000, 70, 9001), (1, 14000), (4096, 4096)], ids=str)
+def test_a_pack_of_long_sequences_that_is_cut(lengths, dtype):
+    case = Case(1, sum(lengths), 8, 64, 128, 2, Q)
+    given = on_gpu(case, dtype, True)
+    cu_seqlens, initial = pack(lengths, DEVICE), states(case, len(lengths), DEVICE)
+    op = Mamba2FwdOp(Q)
+    y, final = call(op, *given.five, given.dt_bias, initial, cu_seqlens=cu_seqlens)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert "fused_clear" in kernels(op)[0]
+    for n, (first, last) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        args, keywords = alone(given, first, last, initial[n : n + 1])
+        by_itself = Mamba2FwdOp(Q)
+        one, one_final = call(by_itself, *args, **keywords)
+        is_alone(op, by_itself, y[:, first:last], one, dtype, f"y of sequence {n}")
+        is_alone(op, by_itself, final[n : n + 1], one_final, dtype, f"final_states of sequence {n}")
+
+
+@HALVES
 @LAYOUTS
 @pytest.mark.parametrize("with_initial", [False, True])
 @pytest.mark.parametrize("lengths", PACKS, ids=str)

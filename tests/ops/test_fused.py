@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tileops.ops._fused import Cut, cut
+from tileops.ops._fused import Cut, cut, cut_pack
 from tileops.ops.recurrent import rows_per_cta
 
 SMS = 132  # an H200's
@@ -43,3 +43,15 @@ def test_report_57_every_cut_covers_the_sequence_and_leaves_no_segment_empty():
 def test_decode_shares_a_full_A_between_batch_rows_once_there_are_enough():
     assert [rows_per_cta(batch, tied=False) for batch in (1, 15, 16, 1024)] == [1, 1, 2, 2]
     assert rows_per_cta(1024, tied=True) == 1
+
+
+def test_a_pack_is_cut_like_equal_sequences_with_segments_for_the_longest_possible():
+    alone = cut(24, 256, SMS)
+    assert alone.scouts
+    assert cut_pack(24, 256, 1, SMS) == alone
+    pair = cut_pack(24, 512, 2, SMS)
+    assert pair.scouts and pair.seg_chunks == alone.seg_chunks and pair.segs * pair.seg_chunks >= 512
+    # Enough chains, short sequences, or many: whole.
+    assert cut_pack(320, 512, 2, SMS) == Cut(1, 512)
+    assert cut_pack(24, 16, 2, SMS) == Cut(1, 16)
+    assert cut_pack(100, 25600, 50, SMS) == Cut(1, 25600)

@@ -123,6 +123,22 @@ DI float4 ssd_lds4(unsigned a) {
   return v;
 }
 DI float ssd_lds(unsigned a) { float v; asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(a)); return v; }
+// Global memory, 0 where not real. Not through the read-only path, which takes memory for constant as long as a kernel lasts: this one
+// may be there before the one that writes its inputs has ended.
+DI unsigned ssd_word(const void* p, bool real) {
+  unsigned v = 0;
+  asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.b32 %0, [%1]; }" : "+r"(v) : "l"(p), "r"((int)real));
+  return v;
+}
+DI float ssd_get(const float* p, bool real = true) { return __uint_as_float(ssd_word(p, real)); }
+DI int ssd_get(const int* p) { return (int)ssd_word(p, true); }
+DI float2 ssd_get2(const float* p) {
+  float2 v;
+  asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p));
+  return v;
+}
+// Waits until what is before this kernel in the stream has ended and its writes are seen; then the next kernel may come.
+DI void ssd_begin() { asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory"); }
 DI void ssd_sts2(unsigned a, float x, float y) { asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(a), "f"(x), "f"(y) : "memory"); }
 DI void ssd_sts4(unsigned a, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(a), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
@@ -174,6 +190,8 @@ DI float ssd_down(float v) {
   int e = (__float_as_int(v) >> 23) & 255;
   return e < 127 + 15 ? 1.f : __int_as_float((127 + 127 + 14 - e) << 23);
 }
+// Whether a lane of the warp has a value that does not fit as it is, or NaN.
+DI bool ssd_large(float v) { return __any_sync(0xffffffffu, !(v < 32768.f)); }
 DI float ssd_inverse(float p) { return __int_as_float((254 << 23) - __float_as_int(p)); }
 // ---- loader: 64 rows x 64 columns by the bulk copy engine, zeros past the tensor's end
 template <typename D>
@@ -202,8 +220,8 @@ DI int ssd_done(unsigned bar, int parity) {
 // ---- factor warps: a lane holds tokens 2*lane, 2*lane+1; rows: tokens that exist
 DI void ssd_dt_load(float* v, const float* dt, long long pitch, int rows) {
   int lane = threadIdx.x & 31;
-  v[0] = 2 * lane < rows ? __ldg(dt + (2 * lane) * pitch) : 0.f;
-  v[1] = 2 * lane + 1 < rows ? __ldg(dt + (2 * lane + 1) * pitch) : 0.f;
+  v[0] = ssd_get(dt + (2 * lane) * pitch, 2 * lane < rows);
+  v[1] = ssd_get(dt + (2 * lane + 1) * pitch, 2 * lane + 1 < rows);
 }
 DI float ssd_dt_value(float v, float bias, float lo, float hi, int softplus) {
   v += bias;
@@ -322,8 +340,9 @@ DI void ssd_state_handoff(unsigned slot, float* acc, int w, unsigned scales, uns
   float top = 0.f;
 #pragma unroll
   for (int i = 0; i < NS / 2; i++) top = fmaxf(top, fabsf(acc[i]));
+  if (SW > 1 || ssd_large(top))
 #pragma unroll
-  for (int o = 1; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
+    for (int o = 1; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
 #if SW > 1
   // Every part of a row takes the same scale. Two barriers: the tops are read before the next chunk's are written.
   if (lane == 0) asm volatile("st.shared.f32 [%0], %1;" :: "r"(shared_tops + (part * 4 + w) * 4), "f"(top) : "memory");
@@ -374,7 +393,7 @@ DI void ssd_tail_read(float* acc, const float* src, int w, int rows, int cols) {
 #pragma unroll
   for (int i = 0; i < NS / 8; i++) {
     int p = ssd_tail_row(i), n = ssd_tail_column(w, i);
-    if (p < rows && n < cols) acc[i] = src[p * NREAL + n];
+    if (p < rows && n < cols) acc[i] = ssd_get(src + p * NREAL + n);
   }
 }
 DI void ssd_tail_write(float* dst, float* acc, int w, int rows, int cols) {
@@ -388,6 +407,10 @@ DI void ssd_tail_write(float* dst, float* acc, int w, int rows, int cols) {
 DI void ssd_scale(float* acc, float v, int n) {
 #pragma unroll
   for (int i = 0; i < n; i++) acc[i] *= v;
+}
+// By a power of two that is mostly 1, and the same for all lanes.
+DI void ssd_rescale(float* acc, float v, int n) {
+  if (v != 1.f) ssd_scale(acc, v, n);
 }
 DI void ssd_state_update(float* acc, unsigned xw, unsigned bs) {
   unsigned la = ssd_desc_low(xw, ssd_lead()), lb = ssd_desc_low(bs, 8192);
@@ -411,7 +434,7 @@ DI void ssd_state_read(float* acc, const float* src, int w, int rows, int cols) 
 #pragma unroll
     for (int i = 0; i < 2; i++)
       if (p + 8 * i < rows && 8 * j < cols) {
-        float2 v = *(const float2*)(src + (p + 8 * i) * NREAL + 8 * j + 2 * (lane & 3));
+        float2 v = ssd_get2(src + (p + 8 * i) * NREAL + 8 * j + 2 * (lane & 3));
         acc[4 * j + 2 * i] = v.x; acc[4 * j + 2 * i + 1] = v.y;
       }
 }
@@ -535,17 +558,21 @@ DI void ssd_weights(unsigned* a, float* cb, float* q, const float* l, unsigned s
     t0 = fmaxf(t0, fmaxf(fabsf(cb[4 * j]), fabsf(cb[4 * j + 1])));
     t1 = fmaxf(t1, fmaxf(fabsf(cb[4 * j + 2]), fabsf(cb[4 * j + 3])));
   }
+  scale[0] = scale[1] = 1.f;
+  if (ssd_large(fmaxf(t0, t1))) {
 #pragma unroll
-  for (int o = 1; o < 4; o *= 2) {
-    t0 = fmaxf(t0, __shfl_xor_sync(0xffffffffu, t0, o));
-    t1 = fmaxf(t1, __shfl_xor_sync(0xffffffffu, t1, o));
-  }
-  scale[0] = ssd_down(t0); scale[1] = ssd_down(t1);
+    for (int o = 1; o < 4; o *= 2) {
+      t0 = fmaxf(t0, __shfl_xor_sync(0xffffffffu, t0, o));
+      t1 = fmaxf(t1, __shfl_xor_sync(0xffffffffu, t1, o));
+    }
+    scale[0] = ssd_down(t0); scale[1] = ssd_down(t1);
 #pragma unroll
-  for (int j = 0; j < 8; j++) {
-    a[2 * j] = ssd_pack(cb[4 * j] * scale[0], cb[4 * j + 1] * scale[0]);
-    a[2 * j + 1] = ssd_pack(cb[4 * j + 2] * scale[1], cb[4 * j + 3] * scale[1]);
+    for (int j = 0; j < 8; j++) {
+      cb[4 * j] *= scale[0]; cb[4 * j + 1] *= scale[0]; cb[4 * j + 2] *= scale[1]; cb[4 * j + 3] *= scale[1];
+    }
   }
+#pragma unroll
+  for (int j = 0; j < 16; j++) a[j] = ssd_pack(cb[2 * j], cb[2 * j + 1]);
 #endif
 }
 // Row l of C S^T takes 2^cum_l; with fp16 also the row's scale of M, and each 16 columns what the state was scaled by.
@@ -553,10 +580,14 @@ DI void ssd_rows_scale(float* d, const float* l, const float* scale, unsigned sc
   float e0 = ssd_exp2(fminf(l[0], 0.f)), e1 = ssd_exp2(fminf(l[1], 0.f));
 #if SAFE
   e0 *= scale[0]; e1 *= scale[1];
+  float4 f = ssd_lds4(scales);
+  float tail = TAIL ? ssd_lds(scales + 16) : 1.f;
+  if (fmaxf(fmaxf(fmaxf(f.x, f.y), fmaxf(f.z, f.w)), tail) > 1.f) {
 #pragma unroll
-  for (int j = 0; j < ROWS / 8; j++) {
-    float f = ssd_lds(scales + (j / 2) * 4);
-    d[4 * j] *= f; d[4 * j + 1] *= f; d[4 * j + 2] *= f; d[4 * j + 3] *= f;
+    for (int j = 0; j < ROWS / 8; j++) {
+      float u = j < 2 ? f.x : j < 4 ? f.y : j < 6 ? f.z : j < 8 ? f.w : tail;
+      d[4 * j] *= u; d[4 * j + 1] *= u; d[4 * j + 2] *= u; d[4 * j + 3] *= u;
+    }
   }
 #endif
 #pragma unroll
@@ -564,9 +595,11 @@ DI void ssd_rows_scale(float* d, const float* l, const float* scale, unsigned sc
 }
 DI void ssd_rows_unscale(float* d, const float* scale) {
 #if SAFE
-  float f0 = ssd_inverse(scale[0]), f1 = ssd_inverse(scale[1]);
+  if (__any_sync(0xffffffffu, fminf(scale[0], scale[1]) < 1.f)) {
+    float f0 = ssd_inverse(scale[0]), f1 = ssd_inverse(scale[1]);
 #pragma unroll
-  for (int j = 0; j < ROWS / 8; j++) { d[4 * j] *= f0; d[4 * j + 1] *= f0; d[4 * j + 2] *= f1; d[4 * j + 3] *= f1; }
+    for (int j = 0; j < ROWS / 8; j++) { d[4 * j] *= f0; d[4 * j + 1] *= f0; d[4 * j + 2] *= f1; d[4 * j + 3] *= f1; }
+  }
 #endif
 }
 // y += D x; D of head h is at D, its columns dp apart (0: one value a head); cols: columns that exist from here on
@@ -582,7 +615,7 @@ DI void ssd_skip(float* d, const float* D, int dp, unsigned xs, int w, int cols)
     for (int k = 0; k < 2; k++, D += 8 * dp) {
       float* o = d + 8 * i + 4 * k;
       float u = 0.f, v = 0.f;
-      if (16 * i < cols) { u = __ldg(D); v = __ldg(D + dp); }
+      if (16 * i < cols) { u = ssd_get(D); v = ssd_get(D + dp); }
       o[0] += u * ssd_lo(x[2 * k]); o[1] += v * ssd_hi(x[2 * k]);
       o[2] += u * ssd_lo(x[2 * k + 1]); o[3] += v * ssd_hi(x[2 * k + 1]);
     }
@@ -593,8 +626,8 @@ DI void ssd_gate_load(unsigned* u, const void* z, long long pitch, int w, int ro
   const char* a = (const char*)z + 2 * (r * pitch + 2 * (lane & 3)); const char* b = a + 16 * pitch;
 #pragma unroll
   for (int i = 0; i < ROWS / 8; i++) {
-    u[2 * i] = r < rows && 8 * i < cols ? __ldg((const unsigned*)(a + 16 * i)) : 0;
-    u[2 * i + 1] = r + 8 < rows && 8 * i < cols ? __ldg((const unsigned*)(b + 16 * i)) : 0;
+    u[2 * i] = ssd_word(a + 16 * i, r < rows && 8 * i < cols);
+    u[2 * i + 1] = ssd_word(b + 16 * i, r + 8 < rows && 8 * i < cols);
   }
 }
 DI float ssd_silu(float v) { return __fdividef(v, 1.f + ssd_exp2(-1.4426950408889634f * v)); }
@@ -687,6 +720,10 @@ DI void ssd_y_finish() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"
 
 def do(name: str, *args: Any) -> Any:
     return T.evaluate(T.call_extern("handle", name, *args))
+
+
+def get(dtype: str, element: Any) -> Any:
+    return T.call_extern(dtype, "ssd_get", T.address_of(element))
 
 
 #: Bits of ``flags``.
@@ -823,6 +860,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                     do("ssd_bar_init", base + o_sfull + 8 * i, 4 * SW)
                     do("ssd_bar_init", base + o_sfree + 8 * i, 4)
             do("ssd_bars_ready")
+            do("ssd_begin")
             item = T.alloc_var("int32", init=bx)
             if parts > 1:
                 # Segments of a chain wait for what came before them, so items are taken in order, whatever order CTAs start in.
@@ -844,8 +882,8 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
             if (flags & PACKED) != 0:
                 b = 0
                 # Whatever the values are, tokens are those of x.
-                t0 = T.max(T.min(cu_seqlens[row], S), 0)
-                t1 = T.max(T.min(cu_seqlens[row + 1], S), t0)
+                t0 = T.max(T.min(get("int32", cu_seqlens[row]), S), 0)
+                t1 = T.max(T.min(get("int32", cu_seqlens[row + 1]), S), t0)
             chunks = T.alloc_var("int32", init=T.truncdiv(t1 - t0 + 63, 64))
             segs = T.alloc_var("int32", init=T.max(T.truncdiv(chunks + seg_chunks - 1, seg_chunks), 1))
             count = T.alloc_var("int32", init=T.max(T.min(seg_chunks, chunks - seg * seg_chunks), 0))
@@ -926,10 +964,10 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                 elif (warp > 0) & (warp <= nf):
                     raw = T.alloc_local((4,), "float32")
                     f = T.alloc_local((9,), "float32")
-                    rate = T.alloc_var("float32", init=A[h] * k.LOG2E)
+                    rate = T.alloc_var("float32", init=get("float32", A[h]) * k.LOG2E)
                     bias = T.alloc_var("float32", init=0.0)
                     if (flags & BIAS) != 0:
-                        bias = dt_bias[h]
+                        bias = get("float32", dt_bias[h])
                     start = t0 + (warp - 1) * 64
                     do("ssd_dt_load", T.address_of(raw[0]), T.address_of(dt[b, start, h]), dt.strides[1], t1 - start)
                     for i in T.serial(T.truncdiv(count - (warp - 1) + (nf - 1), nf)):
@@ -1002,7 +1040,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                             do("ssd_tail_handoff", copy, T.address_of(acc[NS // 2]), w, mine, base + o_tops + slot * 16)
                     do("ssd_wait", base + o_made + 8 * st, c // stages % 2)
                     if safe:
-                        do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 516), NA)
+                        do("ssd_rescale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 516), NA)
                     do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 512), NA)
                     do("ssd_state_update", T.address_of(acc[0]), base + o_xw + c % xw_places * xw_pitch, at + o_B + n0 * 128)
                     if scout == 0:
@@ -1011,7 +1049,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                     do("SSD_WAIT", 0)
                     do("ssd_landed", T.address_of(acc[0]), NA)
                     if safe:
-                        do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 520), NA)
+                        do("ssd_rescale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 520), NA)
                     do("ssd_arrive_times", base + o_free + 8 * st, times)
                     left = left - 1
                     if left == 0:

@@ -91,6 +91,19 @@ def _cut(n: int, chunks: int, scouts: bool = False) -> Cut:
     return Cut(math.ceil(chunks / seg_chunks), seg_chunks, scouts)
 
 
+def cut_pack(chains: int, chunks: int, sequences: int, sms: int) -> Cut:
+    """The cut for packed sequences of ``chunks`` chunks together. Their lengths are known on the device only: segments are as long as
+    for equal ones, and a chain has CTAs for a sequence that is all of the pack. Those that a sequence does not need end at once."""
+    each = cut(chains, math.ceil(chunks / sequences), sms)
+    if sequences > 1 and (sequences > _MOST_CUT or not each.scouts):
+        return Cut(1, chunks)
+    return Cut(math.ceil(chunks / each.seg_chunks), each.seg_chunks, each.scouts)
+
+
+#: Packs of more sequences are not cut: CTAs that end at once, and places for the states that they do not leave, would outweigh it.
+_MOST_CUT = 8
+
+
 def _scouted_time(chains: int, cut: Cut, sms: int) -> float:
     """When the last CTA ends, if SMs take scouts, then all chains' first segments, and so on."""
     ahead = _SCOUT * cut.seg_chunks
@@ -131,9 +144,8 @@ def plan_fused(
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tile = tile_rows(head_dim, d_state)
     chains = sequences * heads * math.ceil(head_dim / tile)
-    # Packed sequences are of any length: only the longest possible one is known here, and cutting them is not worth it.
     chunks = math.ceil(seqlen / CHUNK)
-    split = cut(chains, chunks, p.multiprocessors) if cu_seqlens is None or sequences == 1 else Cut(1, chunks)
+    split = cut(chains, chunks, p.multiprocessors) if cu_seqlens is None else cut_pack(chains, chunks, sequences, p.multiprocessors)
     final_states = p.empty((sequences, heads, head_dim, d_state), torch.float32)
     carry = sync = None
     if split.parts > 1:
