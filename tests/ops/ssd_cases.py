@@ -99,7 +99,8 @@ def error(got: Tensor, expected: Tensor) -> float:
 def close(got: Tensor, expected: Tensor, tolerance: float, what: str = "result") -> None:
     """Right in norm as a whole, and nowhere wrong: no element is off by more than rounding explains of the largest ones around it.
 
-    The second bound sees what a norm over millions of elements cannot, such as one wrong row.
+    The second bound sees what a norm over millions of elements cannot, such as one wrong row. It allows 20 times the first: where a row
+    is a small difference of large terms, rounding those terms alone makes 10 times of it in a few of 3e7 elements.
     """
     assert got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     if expected.numel() == 0:
@@ -110,4 +111,4 @@ def close(got: Tensor, expected: Tensor, tolerance: float, what: str = "result")
     worst = (got.double() - expected).abs()
     scale = expected.abs().amax(dim=-1, keepdim=True).clamp(min=max(float(expected.norm()) / expected.numel() ** 0.5, 1e-300))
     ratio = float((worst / scale).max())
-    assert ratio <= 10 * tolerance, f"{what}: an element is off by {ratio:.2e} of its row, tolerance {10 * tolerance:.0e}"
+    assert ratio <= 20 * tolerance, f"{what}: an element is off by {ratio:.2e} of its row, tolerance {20 * tolerance:.0e}"

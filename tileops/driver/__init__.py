@@ -64,9 +64,9 @@ class _Table:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.lock = threading.Lock()
-        self.key_locks: dict[str, threading.Lock] = {}
-        self.handles: dict[str, Any] = {}  # key -> CUkernel
-        self.ready: dict[tuple[str, int], Kernel] = {}
+        self.key_locks: dict[tuple[str, str], threading.Lock] = {}
+        self.handles: dict[tuple[str, str], Any] = {}  # key, cubin's sha256 -> CUkernel
+        self.ready: dict[tuple[str, str, int], Kernel] = {}
         self.devices: dict[int, DeviceInfo] = {}
         self.loads = 0
         self.load_seconds = 0.0
@@ -169,21 +169,22 @@ def load(artifact: Artifact, device: int) -> Kernel:
     """
     table = _current_table()
     record = artifact.record
-    kernel = table.ready.get((record.key, device))
+    name = record.key, record.cubin_sha256  # a key may be compiled anew, or from another arch's program
+    kernel = table.ready.get((name[0], name[1], device))
     if kernel is not None:
         return kernel
     check(record, device_info(device))
     with table.lock:
-        lock = table.key_locks.setdefault(record.key, threading.Lock())
+        lock = table.key_locks.setdefault(name, threading.Lock())
     with lock:
-        kernel = table.ready.get((record.key, device))
+        kernel = table.ready.get((name[0], name[1], device))
         if kernel is None:
             about = f"loading {record.config_object()}"
             start = time.perf_counter()
-            handle = table.handles.get(record.key)
+            handle = table.handles.get(name)
             if handle is None:
                 library = _api.call("cuLibraryLoadData", artifact.cubin, [], [], 0, [], [], 0, about=about)
-                handle = table.handles[record.key] = _api.call("cuLibraryGetKernel", library, record.symbol.encode(), about=about)
+                handle = table.handles[name] = _api.call("cuLibraryGetKernel", library, record.symbol.encode(), about=about)
             driver = _api.cuda()
             if record.dynamic_smem > 48 * 1024 - record.static_smem:
                 # The opt-in above 48 KB is per device, hence not part of the shared handle.
@@ -191,7 +192,7 @@ def load(artifact: Artifact, device: int) -> Kernel:
                 _api.call("cuKernelSetAttribute", opt_in, record.dynamic_smem, handle, _api.ordinal(device), about=about)
             # Resolving the function now, not at the first launch, keeps the driver's lazy module load out of it.
             function = _api.call("cuKernelGetFunction", handle, about=about)
-            kernel = table.ready[(record.key, device)] = Kernel(record, device, int(function))
+            kernel = table.ready[name[0], name[1], device] = Kernel(record, device, int(function))
             with table.lock:
                 table.loads += 1
                 table.load_seconds += time.perf_counter() - start

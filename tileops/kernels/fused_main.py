@@ -229,7 +229,7 @@ DI float ssd_dt_value(float v, float bias, float lo, float hi, int softplus) {
   v = v < lo ? lo : v;
   return v > hi ? hi : v;
 }
-// f: cum, dt of both tokens, w = dt * 2^(end-cum) of both, 2^end, and with fp16 what w was scaled by and its inverse.
+// f: cum, dt of both tokens, w = dt * 2^(end-cum) of both, 2^end, and with fp16, from ssd_fit, what w was scaled by and its inverse.
 DI void ssd_factors(float* f, const float* raw, float bias, float a, float lo, float hi, int softplus, int rows) {
   int lane = threadIdx.x & 31;
   float d0 = 2 * lane < rows ? ssd_dt_value(raw[0], bias, lo, hi, softplus) : 0.f;
@@ -246,16 +246,39 @@ DI void ssd_factors(float* f, const float* raw, float bias, float a, float lo, f
   float c0 = (lane == 0 ? 0.f : before) + a0, c1 = sum, end = __shfl_sync(0xffffffffu, sum, 31);
   float w0 = d0 * ssd_exp2(fminf(end - c0, 0.f)), w1 = d1 * ssd_exp2(fminf(end - c1, 0.f));
   f[6] = ssd_exp2(fminf(end, 0.f));
-#if SAFE
-  float top = fmaxf(fabsf(w0), fabsf(w1));
-#pragma unroll
-  for (int o = 1; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
-  float down = ssd_down(top * 32768.f);  // |w| * down < 1: w x is no larger than x
-  w0 *= down; w1 *= down;
-  f[7] = down; f[8] = ssd_inverse(down);
-#endif
   f[0] = c0; f[1] = d0; f[2] = c1; f[3] = d1; f[4] = w0; f[5] = w1;
 }
+#if SAFE
+DI float ssd_largest(float m, uint4 v) {
+  m = fmaxf(m, fmaxf(fmaxf(fabsf(ssd_lo(v.x)), fabsf(ssd_hi(v.x))), fmaxf(fabsf(ssd_lo(v.y)), fabsf(ssd_hi(v.y)))));
+  return fmaxf(m, fmaxf(fmaxf(fabsf(ssd_lo(v.z)), fabsf(ssd_hi(v.z))), fmaxf(fabsf(ssd_lo(v.w)), fabsf(ssd_hi(v.w)))));
+}
+// Scales w by a power of two so that w and w x fit. Where every |w| < 1 they do; else the rows of x say how large w x is, so that a
+// token that adds nothing does not cost the others their digits.
+DI void ssd_fit(float* f, unsigned xs) {
+  int lane = threadIdx.x & 31;
+  f[7] = f[8] = 1.f;
+  if (!__any_sync(0xffffffffu, !(fmaxf(fabsf(f[4]), fabsf(f[5])) < 1.f))) return;
+  float top = 0.f;
+#pragma unroll 1
+  for (int i = 0; i < 2; i++) {
+    int row = 2 * lane + i;
+    float m = 0.f;
+#pragma unroll 1
+    for (int k = 0; k < ROWS / 8; k++)
+      m = ssd_largest(m, ssd_ldsu(TAIL ? xs + k / 2 * 2048 + row * 32 + k % 2 * 16 : xs + row * 128 + ((k ^ (lane & 7)) << 4)));
+    float w = i ? f[5] : f[4];
+    if (m == 0.f) w *= 0.f;
+    if (i) f[5] = w; else f[4] = w;
+    top = fmaxf(top, fabsf(w) * fmaxf(m, 1.f));
+  }
+#pragma unroll
+  for (int o = 1; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
+  float down = ssd_down(top);
+  f[4] *= down; f[5] *= down;
+  f[7] = down; f[8] = ssd_inverse(down);
+}
+#endif
 // v * w in two steps, with w = high + low: rounded once, as if w had the digits of both.
 DI unsigned ssd_scaled(unsigned v, unsigned high, unsigned low) {
   unsigned r;
@@ -985,6 +1008,8 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         if (flags & PACKED) != 0:
                             if t1 - s0 < 64:
                                 do("ssd_absent", at, at + o_B, t1 - s0)
+                        if safe:
+                            do("ssd_fit", T.address_of(f[0]), at)
                         if xw_places < stages:
                             if c >= xw_places:  # who used the place of w x is done with it
                                 e = c - xw_places
