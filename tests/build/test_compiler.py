@@ -102,6 +102,13 @@ def test_report_52_too_much_shared_memory_fails_the_build(monkeypatch):
         compiler.build(catalog.config("chunk_coupling", "sm_90a", Q=64, N=64, dtype="bfloat16", aligned=True))
 
 
+def test_a_kernel_that_spills_is_never_shipped_but_serves_sizes_that_no_package_has():
+    config = catalog.config("recurrent", "sm_90a", P=208, N=48, dtype="float16", state_dtype="float16", tied=True)
+    with pytest.raises(CompileError, match="spilled registers"):
+        compiler.build(config)
+    assert compiler.jit(config).check().record.spills > 0
+
+
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(toolchain, "find", lambda: (None, "TileLang is not installed; install the extra: pip install 'tileops[jit]'"))
     with pytest.raises(CompileError, match=r"tileops\[jit\]"):

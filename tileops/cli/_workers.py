@@ -69,7 +69,7 @@ def store_kernel(config: KernelConfig) -> Artifact:
         found = store.find(config, "auto", compiler.toolchain_name)
         if found.artifact is not None:
             return found.artifact
-        artifact = compiler.build(config)
+        artifact = compiler.jit(config)
         published = store.publish(artifact)
     if not published.stored:
         raise TileOpsError(f"Compiled, but it cannot be stored: {published.reason}.", reason=published.reason)
@@ -81,7 +81,7 @@ def compile_kernel(config: KernelConfig) -> Artifact:
     from tileops import compiler
 
     _quiet()
-    return compiler.build(config)
+    return compiler.jit(config)
 
 
 def _quiet() -> None:

@@ -1,6 +1,7 @@
-"""The one compiler: a KernelConfig becomes an Artifact. The build step and the JIT both call ``build``.
+"""The one compiler: a KernelConfig becomes an Artifact. The build step and the JIT both use it.
 
 ``build``      config -> cubin + record; needs TileLang, NVRTC and nvJitLink, no GPU
+``jit``        the same for use where no package has the kernel: one that spills registers is let through
 ``toolchain``  what would compile, or why nothing can
 
 Importing this package costs nothing; TileLang is imported by the first build.
@@ -18,7 +19,7 @@ from tileops.compiler import flags, toolchain
 from tileops.config import SCHEMA, VERSION, Artifact, KernelConfig, Record
 from tileops.errors import CompileError
 
-__all__ = ["build", "toolchain", "toolchain_name"]
+__all__ = ["build", "jit", "toolchain", "toolchain_name"]
 
 #: Lowest CUDA driver API version for cubins of each compiler major and arch (CUDA compatibility guide: minor-version
 #: compatibility; archs that CUDA 12.0 did not know need the driver that introduced them).
@@ -31,13 +32,19 @@ def toolchain_name() -> str | None:
     return found.name if found else None
 
 
-def build(config: KernelConfig, program: KernelConfig | None = None) -> Artifact:
+def jit(config: KernelConfig) -> Artifact:
+    """As ``build``, but a kernel that spills registers is no error: for sizes that nobody tuned, slow is better than none."""
+    return build(config, spills=True)
+
+
+def build(config: KernelConfig, program: KernelConfig | None = None, *, spills: bool = False) -> Artifact:
     """Compiles one kernel.
 
     Args:
         config: the kernel.
         program: instead, the program that another arch's config has, still compiled for ``config.arch``: a GPU at hand can then
-            run what other archs get (``python -m build_kernels portable``).
+            run what other archs get (``python -m build_kernels --program-of``).
+        spills: whether a kernel that keeps registers in local memory is let through.
 
     Raises:
         CompileError: no compiler is installed, TileLang or the CUDA compiler refused, or the kernel needs more shared
@@ -59,7 +66,7 @@ def build(config: KernelConfig, program: KernelConfig | None = None) -> Artifact
     smem = lowered.dynamic_smem + assembled.static_smem
     if smem > MAX_SMEM[config.arch]:
         raise _failure(config, source, ValueError(f"needs {smem} bytes of shared memory, {config.arch} has {MAX_SMEM[config.arch]}"))
-    if assembled.spills:
+    if assembled.spills and not spills:
         raise _failure(config, source, ValueError(f"keeps {assembled.spills} bytes a thread in local memory (spilled registers)"))
     record = Record(
         schema=SCHEMA,

@@ -79,7 +79,7 @@ def _artifact(kernel: str, values: dict[str, Value], archs: tuple[str, ...], inf
             continue
         return lookup.artifact
     if refused is None and store.current_policy() == "auto" and compiler.toolchain_name() is not None:
-        built = store.find_or_build(lookups[0].config, compiler.build, toolchain=compiler.toolchain_name).artifact
+        built = store.find_or_build(lookups[0].config, compiler.jit, toolchain=compiler.toolchain_name).artifact
         assert built is not None
         return built
     raise refused or store.missing_error(lookups[0])
