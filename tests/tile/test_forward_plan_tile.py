@@ -74,7 +74,10 @@ def forward(op: Mamba2FwdOp, *args: Any, kernels: list[str] | None = None, **fea
     results = [torch.full(shape, math.nan, dtype=dtype) for shape, dtype in planner.outputs]
     memory = [*tensors, *results, torch.full((planner.workspace_bytes,), 255, dtype=torch.uint8)]
     for step in planner.steps:
-        step(memory, None)
+        if isinstance(step, _planner._Step):  # a fill or a copy, by torch
+            step.run([memory[slot.base] for slot in step.slots], 0)
+        else:
+            step(memory, None)
     if kernels is not None:
         kernels += [getattr(step, "kernel", "fill") for step in planner.steps]
     return tuple(memory[slot.base] for slot in outputs)

@@ -21,8 +21,10 @@ LIMIT = 60
 def schedule(arch: str, **fields: Any) -> dict[str, int]:
     """rows x cols tiles of cb; ``depth`` of N at a time; ``heads`` (1 or 2) of a CTA share cb and C; ``stages`` tiles on their way;
     ``per`` row tiles of a CTA share the state (where depth covers N, else it is read again); registers for ``ctas`` CTAs an SM."""
-    # Narrow loads are all in registers at once; without wgmma, whose operands are not, that is too much at a depth of 64.
-    depth = 64 if fields["aligned"] or arch == "sm_90a" else 32
+    # Narrow loads are all in registers at once; without wgmma, whose operands are not, that is too much at a depth of 64. With it, only
+    # where a large state meets short chunks.
+    small = arch == "sm_90a" and (fields["N"] < 256 or fields["Q"] > 64)
+    depth = 64 if fields["aligned"] or small else 32
     return {"rows": 64, "cols": 32, "depth": depth, "heads": 1, "stages": 2, "per": 1, "ctas": 1}
 
 
