@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import ours, timing, worker
 from benchmarks.shapes import STAGES, Spec
+from tileops import catalog
 from tileops.ops import mamba2
 from tileops.ops._resolve import pinned
 from tileops.store.packaged import PackagedRoot
@@ -58,6 +59,11 @@ def _in_place(root: Path | None) -> Iterator[None]:
             records = list(found.entries())
             if not records:
                 raise FileNotFoundError(f"{root} holds no artifacts")
+            wanted = catalog.for_model(chunk_size=256, head_dim=64, d_state=128, dtype="bfloat16", archs=[records[0].arch])
+            program = records[0].provenance.get("program", records[0].arch)
+            missing = {c.key for c in wanted if catalog.exists(c.kernel, program)} - {record.key for record in records}
+            if missing:
+                raise FileNotFoundError(f"{root} lacks {len(missing)} kernels of the model that is run, which this GPU's own would replace")
             for record in records:
                 stack.enter_context(pinned(found.load(f"{record.arch}/{record.key}"), torch.cuda.current_device()))
         yield

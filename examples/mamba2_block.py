@@ -32,14 +32,14 @@ HEADS, HEAD_DIM, D_STATE = 24, MODEL.head_dim, MODEL.d_state
 D_INNER = HEADS * HEAD_DIM
 D_XBC = D_INNER + 2 * D_STATE
 
-#: The variants that this block asks for (one group, 16-byte aligned views, a dt_bias, no initial states); see build_kernels/matrix.py.
+#: The variants that this block asks for (one group, 16-byte aligned views); see build_kernels/matrix.py.
 DECODE = ("recurrent state_dtype=float32 tied=True",)
 ONE_KERNEL = ("fused_main y_float32=True", "fused_clear")
 STAGES = (
-    "chunk_cumsum out_dtype=float32 softplus=True has_bias=True",
+    "chunk_cumsum out_dtype=float32",
     "chunk_coupling aligned=True",
-    "chunk_state dt_dtype=float32 has_seq_idx=False aligned=True",
-    "state_passing has_initial_states=False",
+    "chunk_state dt_dtype=float32 aligned=True",
+    "state_passing aligned=True",
     "chunk_scan dt_dtype=float32 aligned=True",
 )
 

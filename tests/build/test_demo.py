@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tileops import compiler
+from build_kernels import matrix
+from tileops import catalog, compiler
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,3 +63,13 @@ def test_demo_says_no_to_wrong_numbers_and_damaged_kernels(checkout):
     done = demo(checkout)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "MISSING" in done.stdout and "nothing can be compiled here" in done.stdout
+
+
+@pytest.mark.parametrize("arch", catalog.ARCHS)
+def test_what_the_demo_builds_is_in_the_matrix_of_every_arch(arch, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import mamba2_block as block
+
+    kernels = block.MODEL.kernels([arch])
+    main = block.ONE_KERNEL if catalog.exists("fused_main", arch) else block.STAGES
+    assert len(matrix.select(kernels, (*main, *block.DECODE))) == len(main) + 1

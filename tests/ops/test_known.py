@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tileops import targets
+from tileops.mamba import SSDStatePassingFwdOp
 from tileops.ops import _base
 
 
@@ -66,14 +67,14 @@ def test_others_are_not(call):
     assert not recognised(learnt(tensors()), call[1])
 
 
-def test_grad_mode_and_default_target_are_part_of_it():
-    call = changed(t3=torch.zeros(8, requires_grad=True))
+def test_modes_and_default_target_are_part_of_it():
+    call = changed(t3=torch.nn.Parameter(torch.zeros(8)))
     with torch.no_grad():
-        known = learnt(call)
-        plain = learnt(tensors())
-        assert recognised(plain, tensors())
-    assert not recognised(known, call)
-    assert not recognised(plain, call)
+        known, plain = learnt(call), learnt(tensors())
+        assert recognised(known, call) and recognised(plain, tensors())  # a layer's own parameters, too
+        with torch.inference_mode():
+            assert not recognised(plain, tensors())
+    assert not recognised(known, call) and not recognised(plain, call) and not recognised(plain, tensors())
     known = learnt(tensors())
     targets.set_default_target("reference")
     try:
@@ -87,3 +88,12 @@ def test_grad_mode_and_default_target_are_part_of_it():
 def test_without_torchs_test_none_is_recognised(monkeypatch, guards):
     monkeypatch.setattr("tileops.ops._torch._guards", guards)
     assert not recognised(learnt(tensors()), tensors())
+
+
+def test_a_subclass_keeps_its_own_call():
+    class Counted(SSDStatePassingFwdOp):
+        def __call__(self, *args, **kwargs):
+            return "its own"
+
+    assert Counted()() == "its own"
+    assert SSDStatePassingFwdOp.__call__ is SSDStatePassingFwdOp.forward

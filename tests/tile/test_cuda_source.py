@@ -200,3 +200,12 @@ def test_the_decode_state_is_read_and_written_16_bytes_at_a_time(dtype: str) -> 
 def test_softplus_is_neither_the_fast_exp_nor_the_fast_log() -> None:
     text = lowered("chunk_cumsum").source
     assert "tileops_softplus(part" in text and "__expf" not in text and "logf" not in text
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_what_seq_idx_leaves_out_is_zeroed_after_all_threads_have_scaled(arch, dtype):
+    lines = body("chunk_state", arch, dtype=dtype, P=64, N=128).splitlines()
+    marked = str(0x7FC00BAD)
+    (zeroing,) = [i for i, line in enumerate(lines) if f"== {marked}" in line and any("Xs) +" in l for l in lines[i + 1 : i + 4])]
+    assert any("__syncthreads" in line for line in lines[zeroing - 4 : zeroing])

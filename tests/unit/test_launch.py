@@ -29,6 +29,7 @@ PARAMS = (
 
 
 FUNCTION = 0xF00
+PROVENANCE = h.artifact().record.provenance
 GPU = driver.DeviceInfo(0, "a GPU", (9, 0), 232448, 12000, 132)
 
 
@@ -103,12 +104,19 @@ def test_what_is_launched(launched):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "arch", "version", "count"),
-    [("recurrent", "sm_90a", 12030, 1), ("recurrent", "sm_90a", 12020, 0), ("recurrent", "sm_89", 13000, 0), ("gate", "sm_90a", 13000, 0)],
+    ("kernel", "arch", "version", "program", "count"),
+    [
+        ("recurrent", "sm_90a", 12030, {}, 1),
+        ("recurrent", "sm_90a", 12020, {}, 0),
+        ("recurrent", "sm_89", 13000, {}, 0),
+        ("gate", "sm_90a", 13000, {}, 0),
+        ("recurrent", "sm_90a", 13000, {"program": "sm_80"}, 0),  # what sm_80 runs, compiled for sm_90a
+    ],
 )
-def test_what_waits_by_itself_may_be_launched_early(launched, monkeypatch, kernel, arch, version, count):
+def test_what_waits_by_itself_may_be_launched_early(launched, monkeypatch, kernel, arch, version, program, count):
     monkeypatch.setattr(driver, "device_info", lambda device: dataclasses.replace(GPU, driver=version))
-    record = h.artifact(params=PARAMS, tensormaps={"x_desc": MAP, "z_desc": MAP}, kernel=kernel, arch=arch).record
+    maps = {"x_desc": MAP, "z_desc": MAP}
+    record = h.artifact(params=PARAMS, tensormaps=maps, kernel=kernel, arch=arch, provenance={**PROVENANCE, **program}).record
     made = Launch(Kernel(record, 0, FUNCTION), {"B": 3, "H": 4, "x.stride0": 2**40}, {"dt_max": 0.5})
     made.fire((0xA, 0xB, 0x100, 0x200), 0)
     (*_, attributes, number), _, _ = launched.pop()

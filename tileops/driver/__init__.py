@@ -334,7 +334,8 @@ class Launch:
         form.pack_scalars(self._buffer, slots + 8 * form.pointers, *values)
         self._lock = threading.Lock()
         self._first = start + form.config_at + _STREAM_AT
-        overlaps = catalog.overlaps(record.kernel, record.arch) and device_info(kernel.device).driver >= _OVERLAP_DRIVER
+        program = record.provenance.get("program", record.arch)
+        overlaps = catalog.overlaps(record.kernel, program) and device_info(kernel.device).driver >= _OVERLAP_DRIVER
         self._attributes = (ctypes.addressof(_OVERLAP), 1) if overlaps else (0, 0)
         self._arguments = (
             ctypes.c_void_p(base + start + form.config_at),

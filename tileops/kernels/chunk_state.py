@@ -92,7 +92,8 @@ def program(
                 else:
                     Xs[slot, l, r] = T.cast(Xs[slot, l, r], "float32") * weight[r // width, s * slab + l]
             if counted:
-                # Selected, not multiplied by 0: it may be NaN.
+                # Selected, not multiplied by 0: it may be NaN. Other threads may have written these elements: the loops' layouts differ.
+                k.barrier()
                 for l, r in k.parallel(slab, rows):
                     if T.reinterpret(weight[0, s * slab + l], "int32") == OUT:
                         Xs[slot, l, r] = T.cast(0, dtype)

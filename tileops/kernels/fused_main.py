@@ -16,7 +16,8 @@ chunks of it, and goes through it in chunks of 64 tokens with the state in regis
 With ``parts`` > 1 a chain is several CTAs: its segments, and with SCOUTS one that goes ahead and makes the state only. The state at a
 segment's start comes through ``carry`` from the scout, else from the segment before; ``sync`` (zero at launch) holds a ticket, which
 orders CTAs, and a flag for each warp that holds state. The bits do not depend on it. float16 operands made here are scaled by powers
-of two, so that they keep float32's range. docs/kernels.md has the measurements behind these choices.
+of two, so that large ones keep float32's range; those below 2^-14 lose digits, as any float16 does. docs/kernels.md has the
+measurements behind these choices.
 """
 
 from typing import Any
@@ -270,7 +271,7 @@ DI void ssd_fit(float* f, unsigned xs) {
     float w = i ? f[5] : f[4];
     if (m == 0.f) w *= 0.f;
     if (i) f[5] = w; else f[4] = w;
-    top = fmaxf(top, fabsf(w) * fmaxf(m, 1.f));
+    top = fmaxf(top, fabsf(w) * fminf(fmaxf(m, 1.f), 65504.f));  // inf in x is no reason to make the others 0
   }
 #pragma unroll
   for (int o = 1; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));

@@ -55,7 +55,8 @@ class Op:
         return type(self).__name__
 
     def __init_subclass__(cls) -> None:
-        cls.__call__ = cls.forward  # type: ignore[method-assign]  # a frame less between: calls are counted in microseconds
+        if "forward" in cls.__dict__ and "__call__" not in cls.__dict__:
+            cls.__call__ = cls.forward  # type: ignore[method-assign]  # a frame less between: calls are counted in microseconds
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         return self.forward(*args, **kwargs)
@@ -117,7 +118,7 @@ class Op:
         if addresses is None:
             try:
                 addresses = [t.data_ptr() for t in tensors if t is not None]
-                key = (_signature(tensors), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), targets.default())
+                key = (_signature(tensors), _modes())
             except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse): check() has the words for it
                 self.check(*tensors)
                 raise
@@ -191,10 +192,15 @@ class Op:
 _address = Tensor.data_ptr
 
 
+def _modes() -> tuple[object, ...]:
+    """What a call's plan depends on besides its tensors."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), targets.default()
+
+
 class _Known:
     """A plan, and from its second call on what it takes to recognise a call of it in less time than making the call's key."""
 
-    __slots__ = ("_absent", "_alignment", "_default", "_given", "_same", "plan")
+    __slots__ = ("_absent", "_alignment", "_given", "_modes", "_same", "plan")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -206,7 +212,7 @@ class _Known:
             given = [i for i, t in enumerate(tensors) if t is not None]
             self._given = operator.itemgetter(*given)  # two or more: every op has as many
             self._absent = [i for i, t in enumerate(tensors) if t is None]
-            self._default = targets.default()
+            self._modes = _modes()
             self._alignment = [address & 15 for address in map(_address, self._given(tensors))]
             self._same = recogniser(self._given(tensors))  # last: other threads take what they find
 
@@ -217,7 +223,7 @@ class _Known:
         if same is None:
             return None
         given = self._given(tensors)
-        if not same(*given) or self._default != targets.default():
+        if not same(*given) or self._modes != _modes():
             return None
         for i in self._absent:
             if tensors[i] is not None:

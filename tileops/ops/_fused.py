@@ -94,14 +94,19 @@ def _cut(n: int, chunks: int, scouts: bool = False) -> Cut:
 def cut_pack(chains: int, chunks: int, sequences: int, sms: int) -> Cut:
     """The cut for packed sequences of ``chunks`` chunks together. Their lengths are known on the device only: segments are as long as
     for equal ones, and a chain has CTAs for a sequence that is all of the pack. Those that a sequence does not need end at once."""
-    each = cut(chains, math.ceil(chunks / sequences), sms)
-    if sequences > 1 and (sequences > _MOST_CUT or not each.scouts):
-        return Cut(1, chunks)
-    return Cut(math.ceil(chunks / each.seg_chunks), each.seg_chunks, each.scouts)
+    mean = math.ceil(chunks / sequences)
+    each = cut(chains, mean, sms)
+    if sequences == 1:
+        return each
+    whole, found = Cut(1, chunks), Cut(math.ceil(chunks / each.seg_chunks), each.seg_chunks, each.scouts)
+    if not each.scouts or chains * found.parts > _MOST_CTAS:
+        return whole
+    empty = chains * (found.segs - each.segs) / sms * _EMPTY
+    return found if 1.1 * (_scouted_time(chains, each, sms) + empty) < mean + _START else whole
 
 
-#: Packs of more sequences are not cut: CTAs that end at once, and places for the states that they do not leave, would outweigh it.
-_MOST_CUT = 8
+#: What a CTA that ends at once takes, in chunks (an estimate); and how many CTAs a cut pack has at most: each has a place for a state.
+_EMPTY, _MOST_CTAS = 1.0, 2048
 
 
 def _scouted_time(chains: int, cut: Cut, sms: int) -> float:

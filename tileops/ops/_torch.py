@@ -30,10 +30,8 @@ def recogniser(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function that says of as many arguments whether they are tensors like these: class, shape, strides, dtype, device, lazy negation,
     inference mode, and none that requires grad where grad is enabled. It says yes of no others, and may say no of some that are.
 
-    Always no where torch has no such test, or where one of ``tensors`` requires grad.
+    Always no where torch has no such test. Whether grad is enabled and inference mode is on is for the caller to compare.
     """
-    if any(t.requires_grad for t in tensors):
-        return _no  # whether grad was enabled when the test was made would not be part of it
     shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
     try:
         check: Callable[..., bool] = _guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
