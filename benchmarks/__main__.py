@@ -54,7 +54,11 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks import portable
 
         named = (root.partition("=") for root in args.root)
-        data = portable.run({name: Path(root) if root else None for name, _, root in named})
+        try:
+            data = portable.run({name: Path(root) if root else None for name, _, root in named})
+        except FileNotFoundError as error:
+            print(f"benchmarks: {error}.", file=sys.stderr)
+            return 2
         args.out.write_text(json.dumps(data, indent=1) + "\n")
         print(portable.table(data))
         return 0

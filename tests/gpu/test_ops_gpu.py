@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import recurrence
 import torch
-from ssd_cases import LONG_SUM_TOLERANCE, TOLERANCE, Case, Inputs, close, decays, generator, inputs
+from ssd_cases import FORGETTING, LONG_SUM_TOLERANCE, TOLERANCE, Case, Inputs, close, decays, forgetting, generator, inputs
 
 from tileops.mamba import (
     Mamba2FwdOp,
@@ -137,16 +137,11 @@ def test_reports_1_2_4_and_12_extreme_decays(path, seqlen, rate, step, dtype):
 
 
 @BOTH_PATHS
-@pytest.mark.parametrize(("rate", "first"), [(-math.inf, 1.0), (-0.1, 1e7)], ids=str)
+@pytest.mark.parametrize(("rate", "first"), FORGETTING, ids=str)
 def test_what_follows_a_step_that_forgets_everything_decays_as_it_should(path, rate, first):
     case = Case(1, 300, 4, 64, 128, 1, 64)
     given = on_gpu(case, FP16)
-    dt = torch.zeros_like(given.dt)
-    dt[:, 5] = first
-    if rate == -0.1:
-        dt[:, 8:] = 1.0
-    x = torch.where(dt.unsqueeze(-1) > 1, 0.0, given.x)
-    args = x, dt, torch.full_like(given.A, rate), given.B, given.C, None, given.initial_states
+    args = *forgetting(given, rate, first), given.B, given.C, None, given.initial_states
     check(case, call(Mamba2FwdOp(64, False), *args), recurrence.mamba2(*args, dt_softplus=False), TOLERANCE[FP16])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +80,20 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu", 
         dt_bias=step + torch.log(-torch.expm1(-step)),
         initial_states=normal(case.B, case.H, case.P, case.N),
     )
+
+
+#: Rate and size of a step at token 5 that forgets everything before it: an infinite rate, or a finite one for very long.
+FORGETTING = [(-math.inf, 1.0), (-0.1, 1e7)]
+
+
+def forgetting(given: Inputs, rate: float, first: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x, dt and A with such a step, of ``first``. Behind it no time passes; a long one adds nothing itself, or it would be all there is, and
+    from token 8 on time passes again."""
+    dt = torch.zeros_like(given.dt)
+    dt[:, 5] = first
+    if first > 1:
+        dt[:, 8:] = 1.0
+    return torch.where(dt.unsqueeze(-1) > 1, 0.0, given.x), dt, torch.full_like(given.A, rate)
 
 
 def decays(case: Case, device: str = "cpu", seed: int = 1) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import recurrence
 import torch
-from ssd_cases import LONG_SUM_TOLERANCE, TOLERANCE, Case, close, error, inputs
+from ssd_cases import FORGETTING, LONG_SUM_TOLERANCE, TOLERANCE, Case, close, error, forgetting, inputs
 
 from tileops.mamba import Mamba2FwdOp, SSDRecurrentFwdOp
 
@@ -132,16 +132,11 @@ def test_report_12_infinite_rate_keeps_only_the_token_itself(seqlen):
     close(final, expected_final, TIGHT, "final_states")
 
 
-@pytest.mark.parametrize(("rate", "first"), [(-torch.inf, 1.0), (-0.1, 1e7), (-1e3, 1.0)], ids=str)
+@pytest.mark.parametrize(("rate", "first"), [*FORGETTING, (-1e3, 1.0)], ids=str)
 def test_what_follows_a_step_that_forgets_everything_decays_as_it_should(rate, first):
     """Behind it no time passes, then little: not at all at a rate of -inf."""
     given = inputs(Case(1, 100, 2, 16, 16, 1, 64))
-    dt = torch.zeros_like(given.dt)
-    dt[:, 5] = first
-    if rate == -0.1:
-        dt[:, 8:] = 1.0
-    A = torch.full((2,), rate)
-    x = torch.where(dt.unsqueeze(-1) > 1, 0.0, given.x)  # or dt * x would be all there is
+    x, dt, A = forgetting(given, rate, first)
     y, final = Mamba2FwdOp(64, dt_softplus=False)(x, dt, A, given.B, given.C, None, given.initial_states)
     expected_y, expected_final = recurrence.mamba2(x, dt, A, given.B, given.C, None, given.initial_states, dt_softplus=False)
     close(y, expected_y, 2e-5, "y")

@@ -19,7 +19,7 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 
 import recurrence
 from forward_features import PACKS, alone, gates, indices, pack, states
-from ssd_cases import TOLERANCE, Case, close, error, inputs
+from ssd_cases import FORGETTING, TOLERANCE, Case, close, error, forgetting, inputs
 
 from tileops import expr
 from tileops.mamba import Mamba2FwdOp
@@ -203,16 +203,11 @@ def test_infinite_rates_in_a_pack_keep_only_the_token_itself() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("rate", "first"), [(-math.inf, 1.0), (-0.1, 1e7)], ids=str)
+@pytest.mark.parametrize(("rate", "first"), FORGETTING, ids=str)
 def test_what_follows_a_step_that_forgets_everything_decays_as_it_should(rate: float, first: float, packed: bool) -> None:
     case = Case(1, 100, 4, 16, 32, 2, Q)
     given = inputs(case, FP16)
-    dt = torch.zeros_like(given.dt)
-    dt[:, 5] = first
-    if rate == -0.1:
-        dt[:, 8:] = 1.0
-    x = torch.where(dt.unsqueeze(-1) > 1, 0.0, given.x)
-    args = x, dt, torch.full((4,), rate), given.B, given.C, None, states(case, 2 if packed else 1)
+    args = *forgetting(given, rate, first), given.B, given.C, None, states(case, 2 if packed else 1)
     features = {"cu_seqlens": pack([30, 70])} if packed else {}
     check(forward(Mamba2FwdOp(Q, False), *args, **features), recurrence.mamba2(*args, dt_softplus=False, **features))
 
