@@ -38,6 +38,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    try:
+        return _run(args)
+    except (OSError, Unusable) as error:
+        print(f"benchmarks: {error}.", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
     if args.verb == "run":
         out = args.out or RESULTS / f"{time.strftime('%Y-%m-%d')}-{'h200' if args.device != 'cpu' else 'cpu'}.json"
         if args.out is None and out.exists():
@@ -54,11 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks import portable
 
         named = (root.partition("=") for root in args.root)
-        try:
-            data = portable.run({name: Path(root) if root else None for name, _, root in named})
-        except FileNotFoundError as error:
-            print(f"benchmarks: {error}.", file=sys.stderr)
-            return 2
+        data = portable.run({name: Path(root) if root else None for name, _, root in named})
         args.out.write_text(json.dumps(data, indent=1) + "\n")
         print(portable.table(data))
         return 0
@@ -66,8 +70,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+class Unusable(Exception):
+    """A file that is no result of a run."""
+
+
 def _load(path: Path) -> dict[str, object]:
-    data: dict[str, object] = json.loads(path.read_text())
+    try:
+        data: dict[str, object] = json.loads(path.read_text())
+    except ValueError as error:
+        raise Unusable(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict) or not {"date", "machine", "rows"} <= set(data):
+        raise Unusable(f"{path} is not a result of `python -m benchmarks run`")
     return data
 
 

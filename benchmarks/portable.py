@@ -37,6 +37,8 @@ SPECS = (
 def run(roots: dict[str, Path | None]) -> dict[str, Any]:
     """Errors and GPU times of every row, by root; None: this GPU's own kernels."""
     rows = []
+    if not torch.cuda.is_available():
+        raise OSError("a GPU is needed, and torch finds none")
     torch.set_grad_enabled(False)
     served, mamba2.serves = mamba2.serves, lambda *_: False
     try:
@@ -57,7 +59,9 @@ def _in_place(root: Path | None) -> Iterator[None]:
             found = PackagedRoot("site", str(root), str(root))
             records = list(found.entries())
             if not records:
-                raise FileNotFoundError(f"{root} holds no artifacts")
+                raise FileNotFoundError(
+                    f"{root} holds no artifacts; make it with `python -m build_kernels --program-of ARCH --arch sm_90a --out {root}`"
+                )
             wanted = catalog.for_model(chunk_size=256, head_dim=64, d_state=128, dtype="bfloat16", archs=[records[0].arch])
             program = records[0].provenance.get("program", records[0].arch)
             missing = {c.key for c in wanted if catalog.exists(c.kernel, program)} - {record.key for record in records}

@@ -87,8 +87,8 @@ FORGETTING = [(-math.inf, 1.0), (-0.1, 1e7)]
 
 
 def forgetting(given: Inputs, rate: float, first: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x, dt and A with such a step, of ``first``. Behind it no time passes; a long one adds nothing itself, or it would be all there is, and
-    from token 8 on time passes again."""
+    """x, dt and A with such a step of ``first``. Behind it no time passes; a long one adds nothing itself, or it would be all there is,
+    and from token 8 on time passes again."""
     dt = torch.zeros_like(given.dt)
     dt[:, 5] = first
     if first > 1:

@@ -53,8 +53,9 @@ def test_limits_come_after_bias_and_softplus(limit, softplus):
     assert repr(op) == f"Mamba2FwdOp(chunk_size=64, dt_softplus={softplus}{shown})"
 
 
-def test_a_limit_beyond_float32_is_infinite():
-    assert Mamba2FwdOp(dt_limit=(0.0, 1e300)).dt_limit == (0.0, math.inf)
+@pytest.mark.parametrize("value", [1e300, 10**400], ids=["float", "int"])
+def test_a_limit_beyond_float32_is_infinite(value):
+    assert Mamba2FwdOp(dt_limit=(0.0, value)).dt_limit == (0.0, math.inf)
 
 
 @pytest.mark.parametrize(

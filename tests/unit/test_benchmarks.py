@@ -310,3 +310,12 @@ def test_table_of_a_whole_result(result):
 def test_the_help_needs_no_torch():
     code = "import sys; from benchmarks import __main__ as m; m.parser(); assert 'torch' not in sys.modules"
     subprocess.run([command.sys.executable, "-c", code], check=True, cwd=runner.ROOT)
+
+
+@pytest.mark.parametrize("text", [None, "{bad", "{}"], ids=["no file", "no JSON", "another file"])
+def test_what_is_no_result_is_said_so(tmp_path, capsys, text):
+    path = tmp_path / "file.json"
+    if text is not None:
+        path.write_text(text)
+    assert command.main(["table", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err

@@ -180,9 +180,9 @@ def limit(name: str, value: Any) -> float:
     """A constructor's clamp bound; infinite beyond float32. Raises TypeError for anything but a number, ValueError for NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}.")
-    if math.isnan(value):
+    if value != value:
         raise ValueError(f"{name}: expected a number, got nan.")
-    return float(value) if abs(value) <= _MOST else math.copysign(math.inf, value)
+    return float(value) if abs(value) <= _MOST else math.inf if value > 0 else -math.inf
 
 
 def step_limits(name: str, value: Any) -> tuple[float, float]:
