@@ -6,6 +6,7 @@ so that importing the ops costs nothing over torch.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import operator
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
 from tileops import targets
@@ -116,10 +118,13 @@ class Op:
         known = self._last
         addresses = None if known is None else known.recognise(tensors)
         if addresses is None:
+            if isinstance(tensors[0], FakeTensor):  # before its address is asked for: torch warns of that
+                self.check(*tensors)
+                return self.library_call(*tensors)
             try:
                 addresses = [t.data_ptr() for t in tensors if t is not None]
                 key = (_signature(tensors), _modes())
-            except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse): check() has the words for it
+            except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse, of vmap): check() has the words for it
                 self.check(*tensors)
                 raise
             known = self._plans.get(key)
@@ -128,10 +133,13 @@ class Op:
         if known is None:
             self.check(*tensors)
             device = next(t.device for t in tensors if t is not None)
+            if device.type == "meta":  # shapes and dtypes are all that is asked for
+                return self.library_call(*tensors)
             name = targets.choose(self.target, device.type, self.op_name)
             if name != targets.BUILTIN:
                 return self._run_on(name, self.full(*tensors))
             self.check_builtin(*tensors)
+            self._check_memory(tensors)
             with torch.cuda.device(device):
                 known = _Known(self._make_plan(tensors, device))
             if len(self._plans) >= _MAX_PLANS:
@@ -149,6 +157,14 @@ class Op:
         given = {word: tensor for word, tensor in zip(self.features, tensors[required:]) if tensor is not None}
         function = targets.implementation(name, self.op_name, (*given, *options) if self.features else ())
         return function(*tensors[:required], **given, **options)
+
+    def _check_memory(self, tensors: Sequence[Tensor | None]) -> None:
+        """Raises ValueError for a tensor whose elements are not at an address: a kernel would read address 0, and end the process' CUDA."""
+        for name, t in zip(inspect.signature(self.forward).parameters, tensors):
+            if t is not None and t.numel() and not t.data_ptr():
+                raise ValueError(
+                    f"{name}: expected a tensor with memory that kernels can read, got a {type(t).__name__} without; pass a plain one."
+                )
 
     def _make_plan(self, tensors: Sequence[Tensor | None], device: torch.device) -> Plan:
         from tileops.ops._planner import Plan, Planner  # here: it brings the driver, which a CPU user does not need

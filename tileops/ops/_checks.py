@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tileops import catalog
+from tileops.ops._torch import is_batched, is_differentiated
 
 FLOAT32 = (torch.float32,)
 INT32 = (torch.int32,)
@@ -56,6 +57,10 @@ class Arguments:
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a tensor of shape {self._shapes(dims, or_dims)}, got {type(value).__name__}.")
+        if is_batched(value):  # before the shape, in which the dimension that vmap took away is missing
+            raise ValueError(
+                f"{name}: torch.vmap does not reach into this op; call it once, with what vmap maps over in the batch dimension."
+            )
         if value.is_nested:
             raise ValueError(f"{name}: expected a strided tensor, got a nested one.")
         if value.layout != torch.strided:
@@ -77,6 +82,10 @@ class Arguments:
             raise ValueError(
                 f"{name}: requires grad, and this op is forward only (it has no backward); "
                 f"call it under torch.no_grad() or pass {name}.detach()."
+            )
+        if is_differentiated(value):
+            raise ValueError(
+                f"{name}: is differentiated by torch.func, and this op is forward only; call it outside of grad, jvp and the like."
             )
         self.sizes.update(zip(allowed, value.shape))
 
@@ -244,6 +253,8 @@ def apart(name: str, value: Tensor, others: Mapping[str, Tensor | None]) -> None
         start, size, dense = value.data_ptr(), value.numel() * value.element_size(), value.is_contiguous()
         spans = {other: (t.data_ptr(), t.numel() * t.element_size(), t.is_contiguous()) for other, t in others.items() if t is not None}
     except (AttributeError, RuntimeError):  # something that is no plain tensor: the op's check has the words for it
+        return
+    if not start:  # without memory: empty, or on the meta device
         return
     for other, (at, extent, whole) in spans.items():
         if size and extent and (at == start or (dense and whole and at < start + size and start < at + extent)):

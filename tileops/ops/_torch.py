@@ -1,4 +1,5 @@
-"""What the hot path takes from beneath torch's public interface, where that costs microseconds. Each has a public stand-in.
+"""What is taken from beneath torch's public interface: where the hot path would cost microseconds more, and where torch has no public
+question. Each has a stand-in.
 
 torch's own compiled code allocates and checks its inputs through the same functions.
 """
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_functorch: Any = getattr(torch._C, "_functorch", None)
 
 
 def empty_strided(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -42,3 +44,10 @@ def recogniser(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 def _no(*tensors: Tensor) -> bool:
     return False
+
+
+#: Whether vmap hides a dimension of the tensor.
+is_batched: Callable[[Tensor], bool] = getattr(_functorch, "is_batchedtensor", _no)
+
+#: Whether grad, jvp or another derivative of torch.func follows the tensor, in whichever mode.
+is_differentiated: Callable[[Tensor], bool] = getattr(_functorch, "is_gradtrackingtensor", _no)
