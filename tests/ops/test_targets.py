@@ -65,6 +65,30 @@ def test_every_op_has_a_reference():
         targets.implementation("reference", "SoftmaxOp")
 
 
+class Documented(mamba.SSDChunkCumsumFwdOp):
+    """A user's own words."""
+
+
+class Defaulted(mamba.SSDChunkCumsumFwdOp):
+    def __init__(self, chunk_len: int = 4, **options) -> None:
+        super().__init__(chunk_len, **options)
+
+
+class Wrapped(mamba.SSDChunkCumsumFwdOp):
+    def forward(self, dt, A, dt_bias=None):
+        return super().forward(dt, A, dt_bias)
+
+
+@pytest.mark.parametrize("op", [Documented(4), Defaulted(), Wrapped(4), Defaulted(target="reference")], ids=lambda op: type(op).__name__)
+def test_a_subclass_of_an_op_is_served_as_the_op(op):
+    expected = mamba.SSDChunkCumsumFwdOp(4)(*tensors())
+    assert repr(op).startswith(f"{type(op).__name__}(chunk_len=4, ")
+    torch._dynamo.reset()
+    traced = torch.compile(lambda *args: op(*args), fullgraph=True, dynamic=True, backend="aot_eager")
+    for call in (op, traced):
+        assert all(torch.equal(a, b) for a, b in zip(call(*tensors()), expected))
+
+
 def test_names_of_the_package_load_when_used():
     for name in tileops.__all__:
         assert name in dir(tileops)
@@ -128,6 +152,9 @@ def test_a_third_partys_target_serves_an_op(site):
         doubled, options = named(dt, A)
         assert torch.equal(doubled, 2 * dt)
         print(options)
+        class Mine(m.SSDChunkCumsumFwdOp):
+            pass
+        assert torch.equal(Mine(4, target="doubling")(dt, A)[0], 2 * dt)
         tileops.set_default_target("doubling")
         assert torch.equal(op(dt, A)[0], 2 * dt)
         try:

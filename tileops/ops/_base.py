@@ -38,7 +38,8 @@ class Op:
     #: Arguments of ``forward`` that are written in place.
     mutated: tuple[str, ...] = ()
 
-    #: Of ``torch.ops.tileops`` (_library.py).
+    #: What targets know the op as, and its name in ``torch.ops.tileops``; a subclass of an op has its op's (_library.py).
+    op_name: str
     library_name: str
 
     #: Names of the tensors beyond the spec, which ``forward`` takes as keywords and ``_run`` gets last; targets get those that are given.
@@ -51,10 +52,6 @@ class Op:
         self._plans: dict[object, _Known] = {}
         self._last: _Known | None = None
         self._load_known()
-
-    @property
-    def op_name(self) -> str:
-        return type(self).__name__
 
     def __init_subclass__(cls) -> None:
         if "forward" in cls.__dict__ and "__call__" not in cls.__dict__:
@@ -71,7 +68,7 @@ class Op:
         return {**self.__dict__, "_plans": {}, "_last": None}
 
     def __repr__(self) -> str:
-        return f"{self.op_name}({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
 
     # --- what a subclass defines -------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ def library_op(cls: Class) -> Class:
     _library.define(f"{name}({', '.join(arguments)}) -> {results}")
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tileops::{name}", fake, lib=_library)
-    cls.library_name = name
+    cls.op_name, cls.library_name = cls.__name__, name
     cls.library_call = call  # type: ignore[assignment]
     return cls
 

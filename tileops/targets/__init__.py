@@ -5,7 +5,8 @@ only) and ``"reference"`` (plain PyTorch, any device). Others come from installe
 ``tileops.targets``: each entry point's name is the target's name and it loads an object (see :class:`TargetLike`) with
 
 - ``name: str``, the same name;
-- ``implementation(op_name) -> callable or None``. The callable gets the tensors of the op's ``forward`` in order
+- ``implementation(op_name) -> callable or None``. The name is that of a class of ``tileops.mamba``, also where a user's subclass of it
+  is called. The callable gets the tensors of the op's ``forward`` in order
   (None for an optional one that was not passed), checked, then the constructor's values as keywords
   (``Op.options()``); it returns what ``forward`` returns. None means that the target does not serve this op. Features beyond the
   spec (``SSDRecurrentFwdOp``: D, z, dt_bias, state_batch_indices, out; dt_softplus, out_dtype; ``Mamba2FwdOp``: D, z, seq_idx,
@@ -118,7 +119,7 @@ def choose(explicit: Target, device_type: str, op_name: str) -> str:
     Args:
         explicit: the op's ``target``.
         device_type: ``tensor.device.type`` of the inputs.
-        op_name: the op's class name, for the message.
+        op_name: the op's name, for the message.
 
     Raises:
         TargetError: BUILTIN was asked for, explicitly or as the default, and the inputs are not on a CUDA device.
