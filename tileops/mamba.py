@@ -1,6 +1,6 @@
 """The public face of the operators: construct one, then call it.
 
-The constructor takes what a kernel is compiled with, the call takes the tensors; ``forward`` documents the call.
+The constructor takes what a kernel is compiled with, and it stays so; the call takes the tensors; ``forward`` documents the call.
 """
 
 from tileops.ops.chunk_coupling import SSDChunkCouplingFwdOp

@@ -35,7 +35,7 @@ Class = TypeVar("Class", bound="type[Op]")
 
 
 def library_op(cls: Class) -> Class:
-    """Registers an op class: ``Mamba2FwdOp`` as ``tileops::mamba2_fwd``."""
+    """Registers an op class: ``Mamba2FwdOp`` as ``tileops::mamba2_fwd``, and fixes what its instances are built with."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__.removesuffix("Op")).lower()
     forward, options = inspect.signature(cls.forward), inspect.signature(cls.__init__)
     tensors = [p for p in forward.parameters.values() if p.name != "self"]
@@ -76,8 +76,25 @@ def library_op(cls: Class) -> Class:
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tileops::{name}", fake, lib=_library)
     cls.op_name, cls.library_name = cls.__name__, name
+    for p in fixed:
+        setattr(cls, p.name, _fixed(p.name))
     cls.library_call = call  # type: ignore[assignment]
     return cls
+
+
+def _fixed(name: str) -> property:
+    """The constructor's argument ``name`` as an attribute that the constructor sets: plans and compiled graphs hold its value."""
+    kept = f"_{name}"
+
+    def get(op: Op) -> Any:
+        return getattr(op, kept)
+
+    def put(op: Op, value: Any) -> None:
+        if hasattr(op, kept):
+            raise AttributeError(f"{name}: expected to stay what the op was built with; build another, {type(op).__name__}({name}=...).")
+        setattr(op, kept, value)
+
+    return property(get, put, doc="As the op was built.")
 
 
 def _without(out: torch.Tensor | None, result: Any) -> Any:
