@@ -252,10 +252,10 @@ def test_report_41_heads_that_do_not_divide_into_groups(op, changes):
         (FULL, "initial_states", BF16, "initial_states: expected dtype float32, got bfloat16."),
         (FULL, "D", BF16, "D: expected dtype float32, got bfloat16."),
         (FULL, "z", F32, "z: expected dtype bfloat16 (that of x), got float32."),
-        (FULL, "seq_idx", torch.int64, "seq_idx: expected dtype int32, got int64."),
+        (FULL, "seq_idx", torch.int64, "seq_idx: expected dtype int32, got int64. Pass seq_idx.to(torch.int32)."),
         (FULL, "out", torch.float16, "out: expected dtype float32 or bfloat16 (float32, or that of x), got float16."),
         (STATE, "dt", torch.float16, "dt: expected dtype bfloat16 or float32 (that of x, or float32), got float16."),
-        (STATE, "seq_idx", torch.int64, "seq_idx: expected dtype int32, got int64."),  # report 35
+        (STATE, "seq_idx", torch.int64, "seq_idx: expected dtype int32, got int64. Pass seq_idx.to(torch.int32)."),  # report 35
         (SCAN, "cb", F32, "cb: expected dtype bfloat16 (that of x), got float32."),
         (SCAN, "prev_states", BF16, "prev_states: expected dtype float32, got bfloat16."),
         (STEP, "A", BF16, "A: expected dtype float32, got bfloat16."),
@@ -333,7 +333,10 @@ def test_a_good_pack_passes():
     [
         ({"seq_idx": torch.zeros(1, S, dtype=torch.int32)}, "seq_idx: expected None where cu_seqlens is given, got both: each says where "),
         ({"batch": 2}, "x: expected batch = 1 where cu_seqlens is given, got 2."),
-        ({"cu_seqlens": torch.zeros(4, dtype=torch.int64)}, "cu_seqlens: expected dtype int32, got int64."),
+        (
+            {"cu_seqlens": torch.zeros(4, dtype=torch.int64)},
+            "cu_seqlens: expected dtype int32, got int64. Pass cu_seqlens.to(torch.int32).",
+        ),
         ({"cu_seqlens": torch.zeros(4, 1, dtype=torch.int32)}, "cu_seqlens: expected shape (n_seqs + 1,), got (4, 1)."),
         ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, "cu_seqlens: expected shape (n_seqs + 1,), so at least one value, got none."),
         ({"initial_states": torch.zeros(1, H, P, N)}, "initial_states: expected shape (3, 8, 16, 32), got (1, 8, 16, 32)."),

@@ -70,7 +70,8 @@ class Arguments:
             raise ValueError(f"{name}: expected shape {self._shapes(dims, or_dims)}, got {tuple(value.shape)}.")
         if value.dtype not in dtypes:
             whose = f" ({same_as})" if same_as else ""
-            raise ValueError(f"{name}: expected dtype {' or '.join(map(dtype_name, dtypes))}{whose}, got {dtype_name(value.dtype)}.")
+            way = f" Pass {name}.to(torch.int32)." if tuple(dtypes) == INT32 and value.dtype == torch.int64 else ""  # what cumsum makes
+            raise ValueError(f"{name}: expected dtype {' or '.join(map(dtype_name, dtypes))}{whose}, got {dtype_name(value.dtype)}.{way}")
         if self._first is None:
             self._first = name, value.device
         elif value.device != self._first[1]:
