@@ -14,6 +14,7 @@ import pytest
 from helpers_cli import Command, copy_package, tiny, write_site
 
 from tileops import catalog, compiler, models
+from tileops.cli import doctor
 from tileops.store import write_packaged
 
 SECTIONS = {"versions", "gpu", "driver", "policy", "settings", "compiler", "cache", "roots", "models", "torch"}
@@ -65,6 +66,37 @@ def test_coverage_counts_what_each_model_needs(tileops, tmp_path):
         assert tileops("import", bundle).status == 0
         done = tileops("doctor", "--json", TILEOPS_POLICY="packaged")
         assert all(count["there"] == 0 for model in done.json["models"]["models"] for count in model["coverage"].values())
+
+
+@pytest.mark.parametrize(
+    ("models_there", "policy", "name", "words"),
+    [
+        (2, "auto", "nvrtc", "Usable: CUDA tensors run on GPU with sm_80 kernels; nothing is wrong."),
+        (
+            1,
+            "auto",
+            "nvrtc",
+            "Usable: .*; 1 of the 2 models above have all of theirs, what the others lack is compiled at their first calls; ",
+        ),
+        (
+            1,
+            "auto",
+            None,
+            "Usable in part: .*; 1 of the 2 models above have all of theirs, calls of the others can raise MissingKernelError; ",
+        ),
+        (0, "cached", "nvrtc", "Usable in part: .*; 0 of the 2 models above .* can raise MissingKernelError; "),
+    ],
+)
+def test_the_last_line_says_what_becomes_of_models_without_all_kernels(tileops, models_there, policy, name, words):
+    facts = tileops("doctor", "--json").json
+    gpu = {"ordinal": 0, "name": "GPU", "capability": "8.0", "archs": ["sm_80"], "arch": "sm_80"}
+    shown = [
+        {**m, "coverage": {"sm_80": {"there": 34 - (i >= models_there), "needed": 34}}} for i, m in enumerate(facts["models"]["models"][:2])
+    ]
+    facts |= {"gpu": {"gpus": [gpu]}, "policy": {**facts["policy"], "policy": policy}, "compiler": {"name": name, "reason": "none"}}
+    facts["models"]["models"] = shown
+    *_, last = doctor._lines(facts, [], 0)
+    assert re.match(words, last)
 
 
 def test_without_home_and_without_a_cache_setting(tileops):

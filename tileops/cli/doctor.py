@@ -1,7 +1,8 @@
 """One screen that says what will happen on this machine, and what is wrong with the remedy.
 
 Works when the package is half broken, and without a GPU, driver or torch: each question is asked by itself, and one that
-cannot be answered becomes a problem. Nothing is written. Models that no root covers are a fact, not a problem.
+cannot be answered becomes a problem. Nothing is written. Models that no root covers are a fact, not a problem; the last line says
+what becomes of them.
 
 Exit status: 0 usable; 1 something that is needed is missing or not served (torch, a refused root or cache, every kernel for
 this GPU where nothing can be compiled); 2 a TILEOPS_* variable is not understood; 3 a root is corrupt; 4 the GPU or its driver
@@ -62,12 +63,25 @@ def _wrapped(label: str, text: str) -> list[str]:
 def _verdict(facts: dict[str, Any], status: int, count: int) -> str:
     gpus = [gpu for gpu in (facts.get("gpu") or {}).get("gpus", ()) if gpu["archs"]]
     if status == _exit.FINE:
-        where = "CPU tensors run on the reference target"
+        usable, where = "Usable", "CPU tensors run on the reference target"
         if gpus:
-            where = f"CUDA tensors run on {gpus[0]['name']} with {gpus[0]['arch']} kernels"
-        return f"Usable: {where}{'; see the notes above' if count else '; nothing is wrong'}."
+            usable, models = _models_served(facts, gpus[0]["arch"])
+            where = f"CUDA tensors run on {gpus[0]['name']} with {gpus[0]['arch']} kernels{models}"
+        return f"{usable}: {where}{'; see the notes above' if count else '; nothing is wrong'}."
     word = {_exit.MISSING: "something is missing", _exit.USAGE: "a setting is not understood", _exit.CORRUPT: "something is corrupt"}
     return f"Not in order: {word.get(status, 'the GPU or its driver cannot be used')} (exit status {status})."
+
+
+def _models_served(facts: dict[str, Any], arch: str) -> tuple[str, str]:
+    """How usable the kernels make a GPU, and what becomes of the models that lack some."""
+    counts = [model["coverage"][arch] for model in facts["models"]["models"]]
+    whole = sum(each["there"] == each["needed"] for each in counts)
+    if whole == len(counts):
+        return "Usable", ""
+    served = f"; {whole} of the {len(counts)} models above have all of theirs"
+    if facts["policy"]["policy"] == "auto" and facts["compiler"]["name"]:
+        return "Usable", f"{served}, what the others lack is compiled at their first calls"
+    return "Usable in part", f"{served}, calls of the others can raise MissingKernelError"
 
 
 def _show_versions(v: dict[str, Any]) -> Iterator[str]:
