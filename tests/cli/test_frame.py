@@ -92,7 +92,14 @@ def test_usage_errors_say_what_was_expected(tileops, case):
     assert not tileops.cache.exists()
 
 
-@pytest.mark.parametrize("arguments", [["warm"], ["explain", "scan"], ["import", "missing"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["warm"], ["explain", "scan"], ["import", "missing"]),
+        # Those that argparse refuses: before, after and without a verb.
+        *(["list", "--all"], ["import"], ["warm", "--jobs", "0"], ["warm", "--arch"], ["wram"], ["--all"], []),
+    ],
+)
 def test_a_verb_that_fails_still_prints_one_json_object(tileops, arguments):
     done = tileops(*arguments, "--json")
     assert done.status == 2 and done.json["kind"] == "UsageError"

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from tileops.cli import _exit, _output
 from tileops.errors import TileOpsError
@@ -32,6 +32,19 @@ VERBS = {
 }
 
 _STATUS_HELP = "exit status: 0 fine, 1 missing, 2 usage, 3 corrupt, 4 incompatible GPU or driver, 130 interrupted"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what it does not understand as JSON too, where that is asked for: the arguments are not parsed then."""
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        self.json = "--json" in argv
+        return self.parse_args(argv)
+
+    def error(self, message: str) -> NoReturn:
+        if self.json:
+            _print_error(_exit.USAGE, message, "UsageError", {})
+        super().error(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +70,7 @@ def _main(argv: list[str]) -> int:
             return _without_verb(argv)
         verb = argv[0]
         module = _module(verb)
-        parser = argparse.ArgumentParser(
+        parser = _Parser(
             prog=f"tileops {verb}",
             description=module.__doc__,
             epilog=_STATUS_HELP,
@@ -65,7 +78,7 @@ def _main(argv: list[str]) -> int:
         )
         module.add_arguments(parser)
         parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-        args = parser.parse_args(argv[1:])
+        args = parser.parse(argv[1:])
     except SystemExit as end:  # argparse: --help, or a message and the usage status
         return end.code if isinstance(end.code, int) else _exit.USAGE
     return _run(verb, module, args)
@@ -74,7 +87,7 @@ def _main(argv: list[str]) -> int:
 def _without_verb(argv: list[str]) -> int:
     width = max(map(len, VERBS))
     lines = [f"  {verb:{width}}  {_module(verb).HELP}" for verb in VERBS]
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tileops",
         usage="tileops VERB [options]",
         description="Kernels of tileops: where they are, what is missing, and how to get it.",
@@ -83,7 +96,9 @@ def _without_verb(argv: list[str]) -> int:
     )
     parser.add_argument("verb", nargs="?", choices=list(VERBS), metavar="VERB", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"tileops {version()}")
-    parser.parse_args(argv)
+    parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
+    if parser.parse(argv).json:
+        parser.error("expected a verb, and --json after it")
     parser.print_help(sys.stderr)
     return _exit.USAGE
 
@@ -111,8 +126,12 @@ def _failed(verb: str, args: argparse.Namespace, error: Exception) -> int:
     if args.json:
         name = "UsageError" if isinstance(error, _exit.UsageError) else type(error).__name__
         data = getattr(error, "data", {})
-        print(json.dumps({"status": status, "error": message, "kind": name, "data": data}, indent=1, default=str))
+        _print_error(status, message, name, data)
     return status
+
+
+def _print_error(status: int, message: str, kind: str, data: dict[str, Any]) -> None:
+    print(json.dumps({"status": status, "error": message, "kind": kind, "data": data}, indent=1, default=str))
 
 
 def _show_warning(
