@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
-from library_cases import NAMES, calls, compiled_equals_eager, compiles_after_the_first_length, copies, opcheck
+from library_cases import NAMES, calls, compiled_equals_eager, compiles_after_the_first_length, copies, flat, opcheck
 from library_cases import options as library_options
 
 
@@ -28,6 +30,23 @@ def test_wrong_arguments_are_refused_when_the_graph_runs():
     wrong[5] = wrong[5][:-1]
     with pytest.raises(ValueError, match="dt_bias"):
         torch.compile(op.forward, fullgraph=True, backend="aot_eager")(*wrong)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_op_is_one_node_of_an_exported_program(name):
+    op, arguments = calls("cpu")[name]
+
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return op(*args)
+
+    program = torch.export.export(Module(), tuple(copies(arguments)))
+    assert [str(n.target) for n in program.graph.nodes if "tileops" in str(n.target)] == [f"tileops.{op.library_name}.default"]
+    stored = io.BytesIO()
+    torch.export.save(program, stored)
+    stored.seek(0)
+    got = torch.export.load(stored).module()(*copies(arguments))
+    assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(op(*copies(arguments)))))
 
 
 def test_the_target_is_part_of_the_graph():

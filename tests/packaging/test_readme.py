@@ -24,6 +24,12 @@ def test_the_example_runs():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_operators_of_torch_are_those_it_names():
+    names = set(re.findall(r"`(?:torch\.ops\.tileops\.)?(\w+_fwd)`", TEXTS["README.md"]))
+    code = "import tileops.mamba as m, sys; sys.exit({getattr(m, n).library_name for n in m.__all__} != set(sys.argv[1:]))"
+    assert subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, timeout=120).returncode == 0
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_make_targets_exist(name):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
