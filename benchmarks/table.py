@@ -1,4 +1,4 @@
-"""A result as Markdown. The figures of README come from here."""
+"""A result as Markdown. The figures of README come from here, and the table of docs/models.md."""
 
 from __future__ import annotations
 
@@ -39,6 +39,27 @@ def _peers(rows: list[dict[str, Any]], key: str) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row[key]))
 
 
+def _served(rows: list[dict[str, Any]], peers: list[str]) -> str:
+    """The table of docs/models.md: what is asked of a served model is whether it is as exact as it can be, then how fast."""
+    from tileops import models  # not at the top: the processes of peers import this package, and one of them is called tileops too
+
+    named: dict[tuple[Any, ...], list[str]] = {}
+    for model in models.PRESETS.values():
+        named.setdefault((model.n_heads, model.head_dim, model.d_state, model.n_groups), []).append(model.name)
+    head = ["sizes", "models", "error of y: tileops", "rounding alone", "ratio", *peers]
+    head += ["error of the state: tileops", "rounding alone", "µs: tileops", "floor", *peers]
+    body = []
+    for row in rows:
+        ours, forced = row.get("errors", {}), row.get("rounding_errors", {})
+        y, least_y = ours.get("y"), forced.get("y")
+        errors = [_error(y, 2), _error(least_y, 2), f"{y / least_y:.2f}" if y is not None and least_y else "–"]
+        errors += [_error(v, 2) for v in (*(row["peers_error"].get(p) for p in peers), ours.get("state"), forced.get("state"))]
+        times = [_us(v) for v in (row["gpu_us"], row["floor_us"], *(row["peers_us"].get(p) for p in peers))]
+        sizes = tuple(row[key] for key in ("n_heads", "d_head", "d_state", "n_groups"))
+        body.append([row["name"], ", ".join(named.get(sizes, ["–"])), *errors, *times])
+    return _table(head, body)
+
+
 def _measured(rows: list[dict[str, Any]]) -> str:
     peers = _peers(rows, "peers_us")
     staged = len({row["op"] for row in rows}) > 1
@@ -67,6 +88,8 @@ def _measured(rows: list[dict[str, Any]]) -> str:
             first="host time, error",
         ),
     ]
+    if {row["suite"] for row in rows} == {"models"}:
+        parts = [_served(rows, peers)]
     if ratios:
         mean = exp(sum(map(log, ratios)) / len(ratios))
         words = f"Best peer / tileops: geometric mean {mean:.2f}, least {min(ratios):.2f}, over {len(ratios)} rows."
@@ -117,5 +140,5 @@ def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
-def _error(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1e}"
+def _error(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{value:.{digits}e}"

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+import re
 import subprocess
 
 import pytest
@@ -305,6 +306,15 @@ def test_table_of_a_whole_result(result):
     for row in result["rows"]:
         if row["gpu_us"] is not None:
             assert f"{row['gpu_us']:.1f}" in text
+
+
+def test_the_page_of_served_models_is_what_its_command_prints(capsys):
+    page = (runner.ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    (words,) = re.findall(r"`python -m benchmarks (table [^`]*)`", page)
+    assert command.main([str(runner.ROOT / word) if "/" in word else word for word in words.split()]) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert printed == [line for line in page.splitlines() if line.startswith("|")]
+    assert len(printed) == 2 + len(shapes.specs("models")) and "| – |" not in "".join(printed)
 
 
 def test_the_help_needs_no_torch():
