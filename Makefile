@@ -12,7 +12,7 @@ help:
 	@echo "make test      the whole test suite that needs no GPU (make test-gpu: the rest)"
 	@echo "make lint      ruff and mypy"
 	@echo "make kernels   compile the full matrix into artifacts/"
-	@echo "make wheel     the distribution, with the kernels that artifacts/ holds, in dist/"
+	@echo "make wheel     the distribution, with the kernels that artifacts/ holds, in dist/ (make check-size: its bytes too)"
 	@echo "make clean     everything that these commands made, except $(VENV) and artifacts/"
 
 # The stamp is written last: an installation that broke half way is taken up again. Changed dependencies are installed anew.

@@ -194,8 +194,9 @@ class Op:
             What was loaded: count, bytes of cubins, milliseconds, device.
 
         Raises:
-            MissingKernelError: ``values`` name one model (dtype, d_head and d_state where the op needs them) and a
-                kernel of it is in no root.
+            ValueError: a keyword that is no compile-time value.
+            MissingKernelError: ``values`` name one model (dtype, d_head and d_state) and a kernel of it is in no root.
+            DriverError: torch sees no GPU. IncompatibleArtifactError: no arch of this package runs on it.
         """
         from tileops.ops import _resolve
 

@@ -128,6 +128,7 @@ def preload(
     Raises:
         ValueError: no such preset, or values missing.
         MissingKernelError: a kernel is in no root and the policy forbids compiling it; under ``auto`` it is compiled.
+        DriverError: torch sees no GPU. IncompatibleArtifactError: no arch of this package runs on it.
     """
     if model is not None:
         from tileops import models
@@ -149,9 +150,7 @@ def preload_ops(ops: Iterable[Op], *, device: int | str | torch.device | None = 
     names = {field for fields in catalog.KERNELS.values() for field in fields}
     for name in wanted:
         if name not in names:
-            raise ValueError(
-                f"preload: {name!r} is no compile-time value; expected some of d_head, d_state, dtype, {', '.join(sorted(names))}."
-            )
+            raise ValueError(f"preload: {name!r} is no compile-time value; expected some of {', '.join(sorted({*_FIELD_NAMES, *names}))}.")
     kernels = [
         (kernel, {**{k: v for k, v in wanted.items() if k in catalog.KERNELS[kernel]}, **fixed})
         for op in ops

@@ -55,7 +55,7 @@ class SSDChunkCouplingFwdOp(Op):
         Raises:
             ValueError: a wrong shape, dtype or device, an input that requires grad, on CUDA a d_state outside 16, 32 ... 256.
             TypeError: an argument that is no tensor.
-            MissingKernelError, IncompatibleArtifactError: CUDA tensors whose kernel cannot be had.
+            MissingKernelError, IncompatibleArtifactError, CompileError: CUDA tensors whose kernel cannot be had.
         """
         result: Tensor = self._run(C_mat, B_mat)
         return result

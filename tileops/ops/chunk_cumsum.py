@@ -89,7 +89,7 @@ class SSDChunkCumsumFwdOp(Op):
         Raises:
             ValueError: a wrong shape, dtype or device, or an input that requires grad (no backward).
             TypeError: an argument that is no tensor.
-            MissingKernelError, IncompatibleArtifactError: CUDA tensors whose kernel cannot be had.
+            MissingKernelError, IncompatibleArtifactError, CompileError: CUDA tensors whose kernel cannot be had.
         """
         result: tuple[Tensor, Tensor] = self._run(dt, A, dt_bias)
         return result

@@ -59,7 +59,7 @@ class SSDChunkScanFwdOp(Op):
             ValueError: a wrong shape, dtype or device, n_heads % n_groups, num_chunks != ceil(seqlen / chunk_len), an
                 input that requires grad, on CUDA a d_head or d_state outside 16, 32 ... 256 or an unsupported chunk_len.
             TypeError: an argument that is no tensor.
-            MissingKernelError, IncompatibleArtifactError: CUDA tensors whose kernel cannot be had.
+            MissingKernelError, IncompatibleArtifactError, CompileError: CUDA tensors whose kernel cannot be had.
         """
         result: Tensor = self._run(x, cb, dA_cumsum, C, prev_states, dt)
         return result

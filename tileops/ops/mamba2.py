@@ -148,7 +148,8 @@ class Mamba2FwdOp(Op):
                 and cu_seqlens together, a batch other than 1 with cu_seqlens, an ``out`` that overlaps an input, on
                 CUDA a d_head or d_state outside 16, 32 ... 256 or an unsupported chunk_size.
             TypeError: an argument that is no tensor.
-            MissingKernelError, IncompatibleArtifactError: CUDA tensors whose kernels cannot be had.
+            TargetError: a third party's target does not take a keyword that the call uses.
+            MissingKernelError, IncompatibleArtifactError, CompileError: CUDA tensors whose kernels cannot be had.
         """
         tensors = (x, dt, A, B, C, dt_bias, initial_states, D, z, seq_idx, cu_seqlens, out)
         if out is not None and not torch.compiler.is_compiling():  # at every call: a plan knows no addresses

@@ -113,7 +113,7 @@ class SSDRecurrentFwdOp(Op):
                 that is neither float32 nor x's; on CUDA a d_head or d_state outside 16, 32 ... 256.
             TypeError: an argument that is no tensor.
             TargetError: a third party's target does not take a keyword that the call uses.
-            MissingKernelError, IncompatibleArtifactError: CUDA tensors whose kernel cannot be had.
+            MissingKernelError, IncompatibleArtifactError, CompileError: CUDA tensors whose kernel cannot be had.
         """
         if out is not None and not torch.compiler.is_compiling():  # at every call: addresses are no part of what a plan is kept by
             others = {"A": A, "dt": dt, "x": x, "B_in": B_in, "C_in": C_in, "state": state}

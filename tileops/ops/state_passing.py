@@ -56,7 +56,7 @@ class SSDStatePassingFwdOp(Op):
         Raises:
             ValueError: a wrong shape, dtype or device, or an input that requires grad (no backward).
             TypeError: an argument that is no tensor.
-            MissingKernelError, IncompatibleArtifactError: CUDA tensors whose kernel cannot be had.
+            MissingKernelError, IncompatibleArtifactError, CompileError: CUDA tensors whose kernel cannot be had.
         """
         result: tuple[Tensor, Tensor] = self._run(states, dA_chunk_cumsum, initial_states)
         return result

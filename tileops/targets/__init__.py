@@ -5,8 +5,8 @@ only) and ``"reference"`` (plain PyTorch, any device). Others come from installe
 ``tileops.targets``: each entry point's name is the target's name and it loads an object (see :class:`TargetLike`) with
 
 - ``name: str``, the same name;
-- ``implementation(op_name) -> callable or None``. The name is that of a class of ``tileops.mamba``, also where a user's subclass of it
-  is called. The callable gets the tensors of the op's ``forward`` in order
+- ``implementation(op_name) -> callable or None``. The name is that of a class of ``tileops.mamba``, also where a user's
+  subclass of it is called. The callable gets the tensors of the op's ``forward`` in order
   (None for an optional one that was not passed), checked, then the constructor's values as keywords
   (``Op.options()``); it returns what ``forward`` returns. None means that the target does not serve this op. Features beyond the
   spec (``SSDRecurrentFwdOp``: D, z, dt_bias, state_batch_indices, out; dt_softplus, out_dtype; ``Mamba2FwdOp``: D, z, seq_idx,
@@ -14,7 +14,8 @@ only) and ``"reference"`` (plain PyTorch, any device). Others come from installe
   not take raises TargetError.
 
 Which target serves a call: the op's explicit ``target=``, else the process default (:func:`set_default_target`), else
-the input's device: CUDA tensors -> BUILTIN, all others -> ``"reference"``.
+the input's device: CUDA tensors -> BUILTIN, all others -> ``"reference"``. For tensors on the meta device, and
+fake ones, the op alone says which shapes and dtypes come out, whatever the target.
 
 Entry points are looked for when a name that is not in-tree is asked for, or the registered names are. One that fails
 to load costs one warning, never an import. Importing this module imports no torch.
