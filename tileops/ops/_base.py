@@ -157,8 +157,9 @@ class Op:
 
     def _check_memory(self, tensors: Sequence[Tensor | None]) -> None:
         """Raises ValueError for a tensor whose elements are not at an address: a kernel would read address 0, and end the process' CUDA."""
-        for name, t in zip(inspect.signature(self.forward).parameters, tensors):
+        for i, t in enumerate(tensors):
             if t is not None and t.numel() and not t.data_ptr():
+                name = list(inspect.signature(self.forward).parameters)[i]
                 raise ValueError(
                     f"{name}: expected a tensor with memory that kernels can read, got a {type(t).__name__} without; pass a plain one."
                 )

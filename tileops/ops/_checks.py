@@ -255,8 +255,8 @@ def apart(name: str, value: Tensor, others: Mapping[str, Tensor | None]) -> None
         spans = {other: (t.data_ptr(), t.numel() * t.element_size(), t.is_contiguous()) for other, t in others.items() if t is not None}
     except (AttributeError, RuntimeError):  # something that is no plain tensor: the op's check has the words for it
         return
-    if not start:  # without memory: empty, or on the meta device
-        return
     for other, (at, extent, whole) in spans.items():
         if size and extent and (at == start or (dense and whole and at < start + size and start < at + extent)):
+            if not start:  # of the meta device: all are at 0
+                return
             raise ValueError(f"{name}: shares memory with {other}; expected a tensor of its own.")
