@@ -54,7 +54,7 @@ def test_it_agrees_with_the_stages_and_the_recurrence(sizes, seqlen, dtype):
     fused, stages = Mamba2FwdOp(256), Mamba2FwdOp(256)
     got = call(fused, *arguments(given))
     other = call(stages, unaligned(given.x), *arguments(given)[1:])
-    assert steps(fused) == ["fused_main"] and "fused_main" not in steps(stages)
+    assert steps(fused)[-1] == "fused_main" and "fused_main" not in steps(stages)
     expected = recurrence.mamba2(*given.all)
     for one, two, true, what in zip(got, other, expected, ("y", "final_states")):
         close(one, true, TOLERANCE[dtype], what)

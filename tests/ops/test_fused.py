@@ -28,16 +28,22 @@ def test_the_cuts_that_measured_best(batch, seqlen, heads, segs, scouts):
     chunks = -(-seqlen // 64)
     found = cut(batch * heads, chunks, SMS)
     assert (found.segs, found.scouts, found.parts) == (segs, scouts, segs + scouts)
-    assert (found.segs - 1) * found.seg_chunks < chunks <= found.segs * found.seg_chunks
+    assert covers(found, chunks)
+
+
+def covers(cut: Cut, chunks: int) -> bool:
+    """Whether the segments before the last one end before the sequence, and the last one not before it."""
+    ends = [cut.first + i * cut.seg_chunks for i in range(cut.segs)]
+    return cut.first >= 1 and cut.seg_chunks >= 1 and ends[-1] >= chunks and all(end < chunks for end in ends[:-1])
 
 
 def test_report_57_every_cut_covers_the_sequence_and_leaves_no_segment_empty():
     for chains in (1, 8, 48, 64, 80, 131, 132, 133, 200, 264, 265, 1000, 5000):
         for chunks in (1, 2, 7, 8, 15, 16, 17, 31, 64, 129, 1000):
             found = cut(chains, chunks, SMS)
-            assert 1 <= found.segs <= 16 and (found.segs - 1) * found.seg_chunks < chunks <= found.segs * found.seg_chunks
+            assert 1 <= found.segs <= 16 and covers(found, chunks)
             assert found.scouts == (found.segs > 1 and chains <= SMS)
-            assert found.segs > 1 or found == Cut(1, chunks)
+            assert found.segs > 1 or found == Cut(1, chunks, 1)
 
 
 def test_decode_shares_a_full_A_between_batch_rows_once_there_are_enough():
@@ -50,8 +56,8 @@ def test_a_pack_is_cut_like_equal_sequences_with_segments_for_the_longest_possib
     assert alone.scouts
     assert cut_pack(24, 256, 1, SMS) == alone
     pair = cut_pack(24, 512, 2, SMS)
-    assert pair.scouts and pair.seg_chunks == alone.seg_chunks and pair.segs * pair.seg_chunks >= 512
+    assert pair.scouts and (pair.first, pair.seg_chunks) == (alone.first, alone.seg_chunks) and covers(pair, 512)
     # Enough chains, short sequences, or many: whole.
-    assert cut_pack(320, 512, 2, SMS) == Cut(1, 512)
-    assert cut_pack(24, 16, 2, SMS) == Cut(1, 16)
-    assert cut_pack(100, 25600, 50, SMS) == Cut(1, 25600)
+    assert cut_pack(320, 512, 2, SMS) == Cut(1, 512, 1)
+    assert cut_pack(24, 16, 2, SMS) == Cut(1, 16, 1)
+    assert cut_pack(100, 25600, 50, SMS) == Cut(1, 25600, 1)

@@ -5,19 +5,19 @@ x (B,S,H,P), Bm, Cm (B,S,G,N) dtype, through tensor maps; dt (B,S,H) float32; A,
 float32; z (B,S,H,P) dtype -> y (B,S,H,P) float32 or dtype, final_states (M,H,P,N) float32. What ``flags`` leaves out (bits below) is
 not read. M is B; with PACKED, B is 1 and sequence m is the tokens cu_seqlens[m] .. cu_seqlens[m + 1] - 1 of S.
 
-A CTA takes 64 rows (d_head; all 80 of P = 80, see ``tile_rows``) of one head of one sequence (a chain), or a segment of ``seg_chunks``
-chunks of it, and goes through it in chunks of 64 tokens with the state in registers. Its warpgroups are joined by mbarriers only:
+A CTA takes 64 rows (d_head; all 80 of P = 80, see ``tile_rows``) of one head of one sequence (a chain), or a segment of it, and goes
+through it in chunks of 64 tokens with the state in registers. Its warpgroups are joined by mbarriers only:
 
-    0            one thread starts all bulk copies: x, B, C in, ``stages`` chunks ahead, and y out; ``nf`` warps make the per-token
-                 factors from dt, and w x
+    0            one thread starts all bulk copies: x, B, C in, ``stages`` chunks ahead (and AHEAD chunks before that, into the L2), and
+                 y out; ``nf`` warps make the per-token factors from dt, and w x
     1 .. SW      hold the state: leave a rounded copy of it in a ring, then state = 2^end state + (w x)^T B
     SW+1 ..      take chunks in turn: y = 2^cum C state^T + (C B^T . decays . dt) x
 
-With ``parts`` > 1 a chain is several CTAs: its segments, and with SCOUTS one that goes ahead and makes the state only. The state at a
-segment's start comes through ``carry`` from the scout, else from the segment before; ``sync`` (zero at launch) holds a ticket, which
-orders CTAs, and a flag for each warp that holds state. The bits do not depend on it. float16 operands made here are scaled by powers
-of two, so that large ones keep float32's range; those below 2^-14 lose digits, as any float16 does. docs/kernels.md has the
-measurements behind these choices.
+With ``parts`` > 1 a chain is several CTAs: its segments, the first of ``first_chunks`` chunks and the others of ``seg_chunks``, and with
+SCOUTS one that goes ahead and makes the state only. The state at a segment's start comes through ``carry`` from the scout, else from
+the segment before; ``sync`` (zero at launch) holds a ticket, which orders CTAs, and a flag for each warp that holds state. The bits do
+not depend on it. float16 operands made here are scaled by powers of two, so that large ones keep float32's range; those below 2^-14
+lose digits, as any float16 does. docs/kernels.md has the measurements behind these choices.
 """
 
 from typing import Any
@@ -101,6 +101,12 @@ DI void ssd_held(unsigned* a, int n, int never) {
   for (int i = 0; i < n; i += 4)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %4, 0; @p st.shared.v4.b32 [%5], {%0, %1, %2, %3}; }"
       :: "r"(a[i]), "r"(a[i + 1]), "r"(a[i + 2]), "r"(a[i + 3]), "r"(never), "r"(0) : "memory");
+}
+// v where ``real``, else 0, by a selection and not by a branch around v.
+DI float ssd_if(bool real, float v) {
+  float r;
+  asm volatile("{ .reg .pred p; setp.ne.s32 p, %1, 0; selp.f32 %0, %2, 0f00000000, p; }" : "=f"(r) : "r"((int)real), "f"(v));
+  return r;
 }
 DI float ssd_exp2(float v) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 // 128-byte swizzle; lead: bytes between 64-element panels (MN-major operands); 8-row groups are 1024 bytes apart.
@@ -208,6 +214,16 @@ DI void ssd_panels(const D& map, unsigned dst, unsigned bar, int head, int row, 
     "[%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;"
     :: "r"(dst), "l"((unsigned long long)&map), "r"(bar), "r"(0), "r"(row), "r"(head), "r"(batch), "l"(policy) : "memory");
 }
+// into the L2 only: a load of it later takes a third less
+template <typename D>
+DI void ssd_tile_ahead(const D& map, int column, int head, int row, int batch, unsigned long long policy) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.L2::cache_hint [%0, {%1, %2, %3, %4}], %5;"
+    :: "l"((unsigned long long)&map), "r"(column), "r"(head), "r"(row), "r"(batch), "l"(policy) : "memory");
+}
+template <typename D> DI void ssd_panels_ahead(const D& map, int head, int row, int batch, unsigned long long policy) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.L2::cache_hint [%0, {%1, %2, %1, %3, %4}], %5;"
+    :: "l"((unsigned long long)&map), "r"(0), "r"(row), "r"(head), "r"(batch), "l"(policy) : "memory");
+}
 DI void ssd_expect(unsigned bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
 }
@@ -230,7 +246,8 @@ DI float ssd_dt_value(float v, float bias, float lo, float hi, int softplus) {
   v = v < lo ? lo : v;
   return v > hi ? hi : v;
 }
-// f: cum, dt of both tokens, w = dt * 2^(end-cum) of both, 2^end, and with fp16, from ssd_fit, what w was scaled by and its inverse.
+// f: cum, dt of both tokens, w = dt * 2^(end-cum) of both, 2^end, with fp16, from ssd_fit, what w was scaled by and its inverse, and
+// for y's warps w = 1, 2, 3 dt * 2^(cum_16w - cum) of both.
 DI void ssd_factors(float* f, const float* raw, float bias, float a, float lo, float hi, int softplus, int rows) {
   int lane = threadIdx.x & 31;
   float d0 = 2 * lane < rows ? ssd_dt_value(raw[0], bias, lo, hi, softplus) : 0.f;
@@ -248,6 +265,11 @@ DI void ssd_factors(float* f, const float* raw, float bias, float a, float lo, f
   float w0 = d0 * ssd_exp2(fminf(end - c0, 0.f)), w1 = d1 * ssd_exp2(fminf(end - c1, 0.f));
   f[6] = ssd_exp2(fminf(end, 0.f));
   f[0] = c0; f[1] = d0; f[2] = c1; f[3] = d1; f[4] = w0; f[5] = w1;
+#pragma unroll
+  for (int w = 1; w < 4; w++) {
+    float from = __shfl_sync(0xffffffffu, c0, 8 * w);
+    f[7 + 2 * w] = d0 * ssd_exp2(fminf(from - c0, 0.f)); f[8 + 2 * w] = d1 * ssd_exp2(fminf(from - c1, 0.f));
+  }
 }
 #if SAFE
 DI float ssd_largest(float m, uint4 v) {
@@ -290,6 +312,11 @@ DI void ssd_keep(unsigned dst, const float* f) {
   int lane = threadIdx.x & 31;
   ssd_sts4(dst + 16 * lane, f[0], f[1], f[2], f[3]);
   if (lane == 0) ssd_sts4(dst + 512, f[6], SAFE ? f[7] : 0.f, SAFE ? f[8] : 0.f, 0.f);
+  // For y's warp w, tokens s < 16w: 16k+2t, +1, +8, +9 side by side, as a lane takes them.
+  unsigned place = dst + 528 + lane / 8 * 64 + (lane & 3) * 16 + (lane & 4) * 2;
+#pragma unroll
+  for (int w = 1; w < 4; w++)
+    if (lane < 8 * w) ssd_sts2(place + w * (w - 1) * 32, f[7 + 2 * w], f[8 + 2 * w]);
 }
 #if TAIL
 // w x, in panels of 16 columns like x. Lanes take the 16-byte pieces of their rows in different orders, for the banks.
@@ -316,26 +343,19 @@ DI void ssd_weigh(unsigned xs, unsigned xw, const float* f) {
   }
 }
 #else
-// w x beside x. Lanes take the 16-byte pieces of their rows in different orders, for the banks.
+// w x beside x, all loads before the first store. Lanes take the 16-byte pieces of their rows in different orders, for the banks.
 DI void ssd_weigh(unsigned xs, unsigned xw, const float* f) {
   int lane = threadIdx.x & 31;
+  uint4 v[16];
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    unsigned at = (2 * lane + i) * 128;
-    float w = f[4 + i];
+  for (int k = 0; k < 16; k++) v[k] = ssd_ldsu(xs + (2 * lane + k / 8) * 128 + ((k % 8 ^ (lane & 7)) << 4));
+#pragma unroll
+  for (int k = 0; k < 16; k++) {
+    float w = f[4 + k / 8];
     unsigned high = ssd_pack(w, w), low = ssd_pack(w - ssd_lo(high), w - ssd_lo(high));
-#pragma unroll
-    for (int k = 0; k < 8; k += 4) {
-      uint4 v[4];
-#pragma unroll
-      for (int j = 0; j < 4; j++) v[j] = ssd_ldsu(xs + at + (((k + j) ^ (lane & 7)) << 4));
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        uint4 o = make_uint4(ssd_scaled(v[j].x, high, low), ssd_scaled(v[j].y, high, low), ssd_scaled(v[j].z, high, low),
-                             ssd_scaled(v[j].w, high, low));
-        ssd_stsu(xw + at + (((k + j) ^ (lane & 7)) << 4), o);
-      }
-    }
+    uint4 o = make_uint4(ssd_scaled(v[k].x, high, low), ssd_scaled(v[k].y, high, low), ssd_scaled(v[k].z, high, low),
+                         ssd_scaled(v[k].w, high, low));
+    ssd_stsu(xw + (2 * lane + k / 8) * 128 + ((k % 8 ^ (lane & 7)) << 4), o);
   }
 }
 #endif
@@ -428,6 +448,10 @@ DI void ssd_tail_write(float* dst, float* acc, int w, int rows, int cols) {
   }
 }
 #endif
+// 2^end, and with fp16 what w was scaled by and its inverse
+DI void ssd_ends(float* v, unsigned scal) {
+  if (SAFE) *(float4*)v = ssd_lds4(scal + 512); else v[0] = ssd_lds(scal + 512);
+}
 DI void ssd_scale(float* acc, float v, int n) {
 #pragma unroll
   for (int i = 0; i < n; i++) acc[i] *= v;
@@ -529,46 +553,41 @@ DI void ssd_mma_mx(float* d, unsigned* a, unsigned xs) {
   for (int kk = 0; kk < 4; kk++) SSD_MX_MMA(d, a + 4 * kk, ssd_desc_x(low, kk));
   ssd_wgmma_commit();
 }
-// cum, dt of this thread's columns in the first half, and cum of its two rows. For two warps the other half is above the diagonal.
+// cum of this thread's two rows and of its warp's first one, and cum, dt of its diagonal columns.
 DI void ssd_pairs(float* q, float* l, unsigned scal, int w) {
   int lane = threadIdx.x & 31, r = 16 * w + lane / 4;
-  l[0] = ssd_lds(scal + r * 8); l[1] = ssd_lds(scal + (r + 8) * 8);
-#if !TAIL
+  l[0] = ssd_lds(scal + r * 8); l[1] = ssd_lds(scal + (r + 8) * 8); l[2] = ssd_lds(scal + w * 128);
 #pragma unroll
-  for (int j = 0; j < 4; j++) *(float4*)(q + 4 * j) = ssd_lds4(scal + j * 64 + (lane & 3) * 16);
-#endif
+  for (int j = 0; j < 2; j++) *(float4*)(q + 4 * j) = ssd_lds4(scal + (2 * w + j) * 64 + (lane & 3) * 16);
+#pragma unroll
+  for (int i = 0; i < 3; i++) *(float4*)(q + 8 + 4 * i) = ssd_lds4(scal + 528 + w * (w - 1) * 32 + i * 64 + (lane & 3) * 16);
 }
-// M = CB * 2^min(cum_l - cum_s, 0) * dt_s for s <= l, as an operand. With fp16 each row is scaled by a power of two, left in scale.
-DI void ssd_weights(unsigned* a, float* cb, float* q, const float* l, unsigned scal, int w, float* scale) {
-  int lane = threadIdx.x & 31, keep = 16 * w + lane / 4 - 2 * (lane & 3);
+// M = CB * 2^(cum_l - cum_s) * dt_s for s <= l, as an operand. To the left of the warp's 16 diagonal columns the decay is that to the
+// warp's first row times that from there. With fp16 each row is scaled by a power of two, left in scale.
+DI void ssd_weights(unsigned* a, float* cb, const float* q, const float* l, unsigned scal, int w, float* scale) {
+  int lane = threadIdx.x & 31, keep = lane / 4 - 2 * (lane & 3);
+  float e0 = ssd_exp2(fminf(l[0] - l[2], 0.f)), e1 = ssd_exp2(fminf(l[1] - l[2], 0.f));
 #pragma unroll
   for (int i = 0; i < 4; i++) {  // 16 columns: below the diagonal, on it or above it
-#if TAIL
-    if (i <= w)
+    float* c = cb + 8 * i;
+    if (i < 3 && i < w) {
+      const float* u = q + 8 + 4 * i;
 #pragma unroll
-      for (int j = 2 * i; j < 2 * i + 2; j++) *(float4*)(q + 4 * (j % 4)) = ssd_lds4(scal + j * 64 + (lane & 3) * 16);
-#else
-    if (i == 2 && w >= 2)
-#pragma unroll
-      for (int j = 0; j < 4; j++) *(float4*)(q + 4 * j) = ssd_lds4(scal + (4 + j) * 64 + (lane & 3) * 16);
-#endif
-    if (i <= w) {
-#pragma unroll
-      for (int j = 2 * i; j < 2 * i + 2; j++) {
-        const float* u = q + 4 * (j % 4);
-        cb[4 * j] *= u[1] * ssd_exp2(fminf(l[0] - u[0], 0.f));
-        cb[4 * j + 1] *= u[3] * ssd_exp2(fminf(l[0] - u[2], 0.f));
-        cb[4 * j + 2] *= u[1] * ssd_exp2(fminf(l[1] - u[0], 0.f));
-        cb[4 * j + 3] *= u[3] * ssd_exp2(fminf(l[1] - u[2], 0.f));
+      for (int j = 0; j < 2; j++) {
+        c[4 * j] *= u[2 * j] * e0; c[4 * j + 1] *= u[2 * j + 1] * e0;
+        c[4 * j + 2] *= u[2 * j] * e1; c[4 * j + 3] *= u[2 * j + 1] * e1;
       }
-      if (i == w)
+    } else if (i == w) {
 #pragma unroll
-        for (int j = 2 * i; j < 2 * i + 2; j++) {
-          cb[4 * j] = 8 * j <= keep ? cb[4 * j] : 0.f; cb[4 * j + 1] = 8 * j + 1 <= keep ? cb[4 * j + 1] : 0.f;
-          cb[4 * j + 2] = 8 * j <= keep + 8 ? cb[4 * j + 2] : 0.f; cb[4 * j + 3] = 8 * j + 1 <= keep + 8 ? cb[4 * j + 3] : 0.f;
-        }
+      for (int j = 0; j < 2; j++) {
+        const float* u = q + 4 * j;
+        float d0 = u[1] * ssd_exp2(fminf(l[0] - u[0], 0.f)), d1 = u[3] * ssd_exp2(fminf(l[0] - u[2], 0.f));
+        float d2 = u[1] * ssd_exp2(fminf(l[1] - u[0], 0.f)), d3 = u[3] * ssd_exp2(fminf(l[1] - u[2], 0.f));
+        c[4 * j] = ssd_if(8 * j <= keep, c[4 * j] * d0); c[4 * j + 1] = ssd_if(8 * j + 1 <= keep, c[4 * j + 1] * d1);
+        c[4 * j + 2] = ssd_if(8 * j <= keep + 8, c[4 * j + 2] * d2); c[4 * j + 3] = ssd_if(8 * j + 1 <= keep + 8, c[4 * j + 3] * d3);
+      }
     } else {
-      ssd_zero(cb + 8 * i, 8);
+      ssd_zero(c, 8);
     }
 #if !SAFE
 #pragma unroll
@@ -599,18 +618,22 @@ DI void ssd_weights(unsigned* a, float* cb, float* q, const float* l, unsigned s
   for (int j = 0; j < 16; j++) a[j] = ssd_pack(cb[2 * j], cb[2 * j + 1]);
 #endif
 }
+// With fp16 what each 16 rows of the state's copy were scaled by.
+DI void ssd_sides(float* f, unsigned scales) {
+#if SAFE
+  *(float4*)f = ssd_lds4(scales);
+  f[4] = TAIL ? ssd_lds(scales + 16) : 1.f;
+#endif
+}
 // Row l of C S^T takes 2^cum_l; with fp16 also the row's scale of M, and each 16 columns what the state was scaled by.
-DI void ssd_rows_scale(float* d, const float* l, const float* scale, unsigned scales) {
+DI void ssd_rows_scale(float* d, const float* l, const float* scale, const float* f) {
   float e0 = ssd_exp2(fminf(l[0], 0.f)), e1 = ssd_exp2(fminf(l[1], 0.f));
 #if SAFE
   e0 *= scale[0]; e1 *= scale[1];
-  float4 f = ssd_lds4(scales);
-  float tail = TAIL ? ssd_lds(scales + 16) : 1.f;
-  if (fmaxf(fmaxf(fmaxf(f.x, f.y), fmaxf(f.z, f.w)), tail) > 1.f) {
+  if (fmaxf(fmaxf(fmaxf(f[0], f[1]), fmaxf(f[2], f[3])), f[4]) > 1.f) {
 #pragma unroll
     for (int j = 0; j < ROWS / 8; j++) {
-      float u = j < 2 ? f.x : j < 4 ? f.y : j < 6 ? f.z : j < 8 ? f.w : tail;
-      d[4 * j] *= u; d[4 * j + 1] *= u; d[4 * j + 2] *= u; d[4 * j + 3] *= u;
+      d[4 * j] *= f[j / 2]; d[4 * j + 1] *= f[j / 2]; d[4 * j + 2] *= f[j / 2]; d[4 * j + 3] *= f[j / 2];
     }
   }
 #endif
@@ -741,6 +764,9 @@ DI void ssd_y_together(int id) { asm volatile("bar.sync %0, 128;" :: "r"(id) : "
 DI void ssd_y_finish() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 """
 
+#: Chunks by which what is to be loaded is fetched into the L2.
+AHEAD = 4
+
 
 def do(name: str, *args: Any) -> Any:
     return T.evaluate(T.call_extern("handle", name, *args))
@@ -787,7 +813,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
         o_ring = o_C + C_places * C_bytes
     o_y = o_B if wide else o_C
     copy_bytes = NT * 2 * rows
-    SC = 528  # cum, dt of each token; 2^end and fp16's scales
+    SC = 912  # cum, dt of each token; 2^end and fp16's scales; decays to the first rows of y's warps
     o_scal = o_ring + ring * copy_bytes
     o_side = o_scal + slots * SC  # fp16: scales of the state's copies, then tops of the state's parts
     side_bytes = 32 if wide else 16
@@ -861,6 +887,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
         dt_min: T.float32,
         dt_max: T.float32,
         parts: T.int32,
+        first_chunks: T.int32,
         seg_chunks: T.int32,
         flags: T.int32,
     ):
@@ -909,11 +936,13 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                 t0 = T.max(T.min(get("int32", cu_seqlens[row]), S), 0)
                 t1 = T.max(T.min(get("int32", cu_seqlens[row + 1]), S), t0)
             chunks = T.alloc_var("int32", init=T.truncdiv(t1 - t0 + 63, 64))
-            segs = T.alloc_var("int32", init=T.max(T.truncdiv(chunks + seg_chunks - 1, seg_chunks), 1))
-            count = T.alloc_var("int32", init=T.max(T.min(seg_chunks, chunks - seg * seg_chunks), 0))
+            segs = T.alloc_var("int32", init=1 + T.truncdiv(T.max(chunks - first_chunks, 0) + seg_chunks - 1, seg_chunks))
+            begin = T.alloc_var("int32", init=T.if_then_else(seg > 0, first_chunks + (seg - 1) * seg_chunks, 0))
+            length = T.alloc_var("int32", init=T.if_then_else(seg > 0, seg_chunks, first_chunks))
+            count = T.alloc_var("int32", init=T.max(T.min(length, chunks - begin), 0))
             if scout > 0:
-                count = (segs - 1) * seg_chunks
-            t0 = t0 + seg * seg_chunks * 64
+                count = T.if_then_else(segs > 1, first_chunks + (segs - 2) * seg_chunks, 0)
+            t0 = t0 + begin * 64
             last = T.alloc_var("int32", init=T.if_then_else((scout == 0) & (seg + 1 == segs), 1, 0))
             warp = T.alloc_var("int32", init=0)
             warp = T.call_extern("int32", "ssd_warp")
@@ -959,6 +988,16 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                                     b,
                                     keep,
                                 )
+                            if cx + AHEAD < count:
+                                s1 = t0 + (cx + AHEAD) * 64
+                                if wide:
+                                    do("ssd_panels_ahead", panels(x), h, s1, b, policy)
+                                else:
+                                    do("ssd_tile_ahead", tiles(x, P, H), p0, h, s1, b, policy)
+                                if ((h + cx) & 7) == 0:  # one in eight of the heads that share B and C
+                                    for i in T.unroll(NT // 64):
+                                        do("ssd_tile_ahead", tiles(Bm, N, G), 64 * i, g, s1, b, keep)
+                                        do("ssd_tile_ahead", tiles(Cm, N, G), 64 * i, g, s1, b, keep)
                             cx = cx + 1
                         sc = cc % C_places
                         ready = 0
@@ -987,7 +1026,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                     do("ssd_y_finish")
                 elif (warp > 0) & (warp <= nf):
                     raw = T.alloc_local((4,), "float32")
-                    f = T.alloc_local((9,), "float32")
+                    f = T.alloc_local((15,), "float32")
                     rate = T.alloc_var("float32", init=get("float32", A[h]) * k.LOG2E)
                     bias = T.alloc_var("float32", init=0.0)
                     if (flags & BIAS) != 0:
@@ -1027,6 +1066,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         raw[1] = raw[3]
             elif wg <= SW:
                 acc = T.alloc_local((NA,), "float32")
+                ends = T.alloc_local((4,), "float32")
                 n0 = (wg - 1) * NS
                 do("ssd_zero", T.address_of(acc[0]), NA)
                 if seg > 0:
@@ -1051,7 +1091,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         )
                 # A scout has no y warps, whose arrivals its first state warps make.
                 times = T.alloc_var("int32", init=1 if wide else T.if_then_else(wg == 1, 1 + scout, 1))
-                left = T.alloc_var("int32", init=seg_chunks)
+                left = T.alloc_var("int32", init=length)
                 for c in T.serial(count):
                     st = c % stages
                     at = base + st * stage_bytes
@@ -1065,9 +1105,10 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                             mine = base + o_side + slot * side_bytes
                             do("ssd_tail_handoff", copy, T.address_of(acc[NS // 2]), w, mine, base + o_tops + slot * 16)
                     do("ssd_wait", base + o_made + 8 * st, c // stages % 2)
+                    do("ssd_ends", T.address_of(ends[0]), scal)
                     if safe:
-                        do("ssd_rescale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 516), NA)
-                    do("ssd_scale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 512), NA)
+                        do("ssd_rescale", T.address_of(acc[0]), ends[1], NA)
+                    do("ssd_scale", T.address_of(acc[0]), ends[0], NA)
                     do("ssd_state_update", T.address_of(acc[0]), base + o_xw + c % xw_places * xw_pitch, at + o_B + n0 * 128)
                     if scout == 0:
                         do("ssd_proxy_fence")
@@ -1075,7 +1116,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                     do("SSD_WAIT", 0)
                     do("ssd_landed", T.address_of(acc[0]), NA)
                     if safe:
-                        do("ssd_rescale", T.address_of(acc[0]), T.call_extern("float32", "ssd_lds", scal + 520), NA)
+                        do("ssd_rescale", T.address_of(acc[0]), ends[2], NA)
                     do("ssd_arrive_times", base + o_free + 8 * st, times)
                     left = left - 1
                     if left == 0:
@@ -1105,8 +1146,9 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                 cb = T.alloc_local((32,), "float32")
                 out = T.alloc_local((rows // 2,), "float32")
                 m = T.alloc_local((16,), "uint32")
-                q = T.alloc_local((16,), "float32")
-                l = T.alloc_local((2,), "float32")
+                q = T.alloc_local((20,), "float32")
+                l = T.alloc_local((3,), "float32")
+                sides = T.alloc_local((5,), "float32")
                 zr = T.alloc_local((rows // 4,), "uint32")
                 scale = T.alloc_local((2,), "float32")
                 took = T.alloc_local((32 if y_float32 else 16,), "float32" if y_float32 else "uint32")
@@ -1142,10 +1184,10 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         w,
                         T.address_of(scale[0]),
                     )
+                    do("ssd_sides", T.address_of(sides[0]), base + o_side + slot * side_bytes)
                     do("SSD_WAIT", 0)
                     do("ssd_landed", T.address_of(out[0]), rows // 2)
-                    side = base + o_side + slot * side_bytes
-                    do("ssd_rows_scale", T.address_of(out[0]), T.address_of(l[0]), T.address_of(scale[0]), side)
+                    do("ssd_rows_scale", T.address_of(out[0]), T.address_of(l[0]), T.address_of(scale[0]), T.address_of(sides[0]))
                     do("ssd_arrive_warp", base + o_sfree + 8 * slot)
                     if wide:
                         do("ssd_arrive_warp", base + o_cfree + 8 * (c % C_places))
