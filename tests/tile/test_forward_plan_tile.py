@@ -107,6 +107,14 @@ def test_errors_are_those_of_rounding_the_products_operands(case: Case) -> None:
     assert y <= ROUNDING and state <= ROUNDING
 
 
+def test_float16_couplings_beyond_its_range() -> None:
+    given = inputs(Case(1, 100, 2, 16, 128, 1, Q), FP16)
+    given.B *= 40
+    given.C.copy_(given.B)
+    assert given.C.float().square().sum(-1).max() > 65504
+    check(forward(Mamba2FwdOp(Q), *given.all), recurrence.mamba2(*given.all))
+
+
 @pytest.mark.parametrize("names", [("D",), ("z",), ("D", "z"), ()], ids=str)
 def test_skip_gate_dtype_and_place(names: tuple[str, ...]) -> None:
     case = Case(2, 150, 4, 16, 32, 2, Q)
