@@ -210,6 +210,7 @@ def _call(kernel: str, config: Mapping[str, Any], B: int, S: int, H: int, G: int
     import torch
 
     from tileops import mamba
+    from tileops.ops.chunk_coupling import plan_chunk_coupling
 
     g = torch.Generator("cuda").manual_seed(S)
     Q, P, N = (int(config.get(name, default)) for name, default in (("Q", 256), ("P", 64), ("N", 128)))
@@ -233,15 +234,21 @@ def _call(kernel: str, config: Mapping[str, Any], B: int, S: int, H: int, G: int
         op: Any = mamba.SSDChunkCumsumFwdOp(Q, getattr(torch, str(config["out_dtype"])), True)
         return op, [normal(B, S, H), -1 - 15 * uniform(H), uniform(H) - 3]
     if kernel == "chunk_coupling":
-        return mamba.SSDChunkCouplingFwdOp(Q), [normal(B, S, G, N), normal(B, S, G, N)]
+        op = mamba.SSDChunkCouplingFwdOp(Q)
+        if config["cb_float32"]:  # the full forward launches these kernels, no call of the ops does
+            op.plan = lambda p, *slots: plan_chunk_coupling(p, p.empty, *slots, chunk_len=Q, cb_float32=True)
+        return op, [normal(B, S, G, N), normal(B, S, G, N)]
     if kernel == "state_passing":
         return mamba.SSDStatePassingFwdOp(), [normal(B, C, H, P * N), -uniform(B, H, C), normal(B, H, P * N)]
     dt, cumsum = steps()
     if kernel == "chunk_state":
         return mamba.SSDChunkStateFwdOp(), [normal(B, S, H, P), normal(B, S, G, N), dt, cumsum]
     x, Cm = normal(B, S, H, P), normal(B, S, G, N)
-    cb = torch.empty(B, C, G, Q, Q, dtype=x.dtype, device="cuda").normal_(generator=g)
-    return mamba.SSDChunkScanFwdOp(), [x, cb, cumsum, Cm, torch.empty(B, C, H, P, N, device="cuda").normal_(generator=g), dt]
+    cb = torch.empty(B, C, G, Q, Q, dtype=torch.float32 if config["cb_float32"] else x.dtype, device="cuda").normal_(generator=g)
+    op = mamba.SSDChunkScanFwdOp()
+    if config["cb_float32"]:
+        op.check = lambda *_: None
+    return op, [x, cb, cumsum, Cm, torch.empty(B, C, H, P, N, device="cuda").normal_(generator=g), dt]
 
 
 def _wrong(op: Any, args: list[Any]) -> str:

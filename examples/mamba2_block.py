@@ -37,10 +37,10 @@ DECODE = ("recurrent state_dtype=float32 tied=True",)
 ONE_KERNEL = ("fused_main y_float32=True", "fused_clear")
 STAGES = (
     "chunk_cumsum out_dtype=float32",
-    "chunk_coupling aligned=True",
+    "chunk_coupling aligned=True cb_float32=True",
     "chunk_state dt_dtype=float32 aligned=True",
     "state_passing aligned=True",
-    "chunk_scan dt_dtype=float32 aligned=True",
+    "chunk_scan dt_dtype=float32 aligned=True cb_float32=True",
 )
 
 #: Largest relative error, in norm: the tensor cores' operands are rounded to bfloat16, which costs about 2e-3.

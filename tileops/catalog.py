@@ -61,7 +61,7 @@ def overlaps(kernel: str, arch: str) -> bool:
 #: kernel -> compile-time field -> values it may take. Order of kernels is the order of the stages.
 KERNELS: dict[str, dict[str, tuple[Value, ...]]] = {
     "chunk_cumsum": {"Q": CHUNK_LENGTHS, "out_dtype": ("float32", *DTYPES)},
-    "chunk_coupling": {"Q": CHUNK_LENGTHS, "N": STATE_DIMS, "dtype": DTYPES, "aligned": BOOLS},
+    "chunk_coupling": {"Q": CHUNK_LENGTHS, "N": STATE_DIMS, "dtype": DTYPES, "aligned": BOOLS, "cb_float32": BOOLS},
     "chunk_state": {
         "Q": CHUNK_LENGTHS,
         "P": HEAD_DIMS,
@@ -78,6 +78,7 @@ KERNELS: dict[str, dict[str, tuple[Value, ...]]] = {
         "dtype": DTYPES,
         "dt_dtype": ("float32", *DTYPES),
         "aligned": BOOLS,
+        "cb_float32": BOOLS,
     },
     "pack_starts": {},
     "pack_map": {},
@@ -142,11 +143,17 @@ def for_model(*, chunk_size: int, head_dim: int, d_state: int, dtype: str, archs
 
 
 def expand(kernel: str, partial: Mapping[str, Value]) -> list[dict[str, Value]]:
-    """Every combination of the fields of ``kernel`` that agrees with ``partial``; dt is float32 or in x's dtype."""
+    """Every combination of the fields of ``kernel`` that agrees with ``partial``; dt is float32 or in x's dtype.
+
+    cb is float32 inside of the full forward only, where dt is too: one without the other only where ``partial`` names both.
+    """
     choices = {name: (partial[name],) if name in partial else allowed for name, allowed in KERNELS[kernel].items()}
     if "dt_dtype" in choices and "dtype" in partial and "dt_dtype" not in partial:
         choices["dt_dtype"] = ("float32", partial["dtype"])
-    return list(_combinations(choices))
+    every = _combinations(choices)
+    if {"cb_float32", "dt_dtype"} <= set(partial):
+        return list(every)
+    return [values for values in every if not values.get("cb_float32") or values.get("dt_dtype", "float32") == "float32"]
 
 
 def _combinations(choices: dict[str, tuple[Value, ...]]) -> Iterator[dict[str, Value]]:

@@ -126,7 +126,7 @@ def test_a_second_build_compiles_nothing_and_changes_no_byte(built, matrix):
 
 
 def test_the_program_of_another_arch_is_compiled_for_this_one(tmp_path):
-    one = ("--arch", "sm_90a", "--model", "mamba2-130m", "--only", "chunk_coupling aligned=True")
+    one = ("--arch", "sm_90a", "--model", "mamba2-130m", "--only", "chunk_coupling aligned=True cb_float32=False")
     own, portable = tmp_path / "own", tmp_path / "portable"
     assert run(*one, "--out", own).returncode == 0
     done = run(*one, "--program-of", "sm_80", "--out", portable)
@@ -197,7 +197,7 @@ def test_a_kernel_that_fails_and_a_worker_that_dies_lose_no_other_kernel(tree):
     deadly = kernels / "recurrent.py"
     deadly.write_text(deadly.read_text() + "\n\nimport os\n\ndef program(**fields):\n    os.kill(os.getpid(), 9)\n")
     only = [
-        "chunk_coupling Q=64 N=64 dtype=bfloat16 aligned=True",
+        "chunk_coupling Q=64 N=64 dtype=bfloat16 aligned=True cb_float32=True",
         "recurrent P=64 N=64 dtype=bfloat16 state_dtype=float32 tied=True",
         "state_passing",
     ]

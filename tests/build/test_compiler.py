@@ -99,7 +99,7 @@ def test_compile_error_keeps_source_and_log(monkeypatch, tmp_path):
 def test_report_52_too_much_shared_memory_fails_the_build(monkeypatch):
     monkeypatch.setitem(catalog.MAX_SMEM, "sm_90a", 16)
     with pytest.raises(CompileError, match="shared memory"):
-        compiler.build(catalog.config("chunk_coupling", "sm_90a", Q=64, N=64, dtype="bfloat16", aligned=True))
+        compiler.build(catalog.config("chunk_coupling", "sm_90a", Q=64, N=64, dtype="bfloat16", aligned=True, cb_float32=True))
 
 
 def test_a_kernel_that_spills_is_never_shipped_but_serves_sizes_that_no_package_has():

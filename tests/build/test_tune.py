@@ -136,7 +136,7 @@ def test_no_gpu_and_no_arch_is_said_so(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("kernel", tune.KERNELS)
 def test_candidates_name_what_the_kernel_has(kernel):
     module = importlib.import_module(f"tileops.kernels.{kernel}")
-    fields = {"Q": 256, "P": 64, "N": 128, "dtype": "bfloat16", "dt_dtype": "float32", "aligned": True}
+    fields = {"Q": 256, "P": 64, "N": 128, "dtype": "bfloat16", "dt_dtype": "float32", "aligned": True, "cb_float32": True}
     for arch in catalog.ARCHS:
         default = module.schedule(arch, **fields)
         for candidate in module.candidates(arch, **fields):

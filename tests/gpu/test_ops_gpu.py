@@ -14,7 +14,20 @@ from collections.abc import Iterator
 import pytest
 import recurrence
 import torch
-from ssd_cases import FORGETTING, LONG_SUM_TOLERANCE, TOLERANCE, Case, Inputs, close, decays, forgetting, generator, inputs
+from ssd_cases import (
+    FORGETTING,
+    LONG_SUM_TOLERANCE,
+    ROUNDING,
+    TOLERANCE,
+    Case,
+    Inputs,
+    close,
+    decays,
+    forgetting,
+    generator,
+    inputs,
+    over_rounding,
+)
 
 from tileops.mamba import (
     Mamba2FwdOp,
@@ -101,6 +114,15 @@ def test_full_forward(path, case, dtype):  # report 45: d_head = d_state = 16 is
     before = [t.clone() for t in given.all]
     check(case, call(Mamba2FwdOp(case.Q), *given.all), expected, TOLERANCE[dtype])
     assert all(torch.equal(a, b) for a, b in zip(before, given.all)), "an input was written"
+
+
+@BOTH_PATHS
+@HALVES
+@pytest.mark.parametrize("case", [Case(2, 1000, 24, 64, 128, 2, 256), Case(1, 1000, 32, 80, 128, 8, 128)], ids=str)
+def test_errors_are_those_of_rounding_the_products_operands(path, case, dtype):
+    given = on_gpu(case, dtype)
+    y, state = over_rounding(given, *call(Mamba2FwdOp(case.Q), *given.five, given.dt_bias))
+    assert y <= ROUNDING and state <= ROUNDING, (y, state)
 
 
 @BOTH_PATHS

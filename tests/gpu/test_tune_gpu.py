@@ -39,3 +39,10 @@ def test_candidates_are_checked_timed_and_measured_once(tmp_path, monkeypatch):
         assert result["error"] == "" and result["us"][0] > 0
     assert tune.main(line) == 0
     assert {path: path.read_bytes() for path in work.glob("*.measured")} == results
+
+
+@pytest.mark.parametrize("kernel", ["chunk_coupling", "chunk_scan"])
+def test_the_calls_that_are_timed_are_right_with_cb_in_float32_too(kernel):
+    values = {"Q": 256, "P": 64, "N": 128, "dtype": "bfloat16", "dt_dtype": "float32", "aligned": True, "cb_float32": True}
+    config = {name: values[name] for name in catalog.KERNELS[kernel]}
+    assert tune._wrong(*tune._call(kernel, config, 2, 643, 6, 2)) == ""

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks import reference
+
 #: Relative error in norm that rounding alone explains. float32: sums of a few hundred terms, and decays from prefix sums of
 #: a few tens. The 16-bit ones: the products' operands rounded once to that dtype (2**-9 and 2**-12 at most), on tensor cores.
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 3e-6}
 #: A float32 prefix sum of 256 to 512 is off by up to 1.5e-5 (half an ulp), and so is each decay made from it.
 LONG_SUM_TOLERANCE = 2e-5
+#: The full forward's error may be this many times that of rounding the products' operands once, and nothing else.
+ROUNDING = 1.2
 
 
 @dataclass(frozen=True)
@@ -127,3 +131,12 @@ def close(got: Tensor, expected: Tensor, tolerance: float, what: str = "result")
     scale = expected.abs().amax(dim=-1, keepdim=True).clamp(min=max(float(expected.norm()) / expected.numel() ** 0.5, 1e-300))
     ratio = float((worst / scale).max())
     assert ratio <= 20 * tolerance, f"{what}: an element is off by {ratio:.2e} of its row, tolerance {20 * tolerance:.0e}"
+
+
+def over_rounding(given: Inputs, y: Tensor, final_states: Tensor) -> tuple[float, float]:
+    """Errors of a full forward from states of 0 over those of the chunked sum in float64 with nothing but the products' operands rounded
+    to x's dtype."""
+    v, zero = reference.softplus(given.dt, given.dt_bias), torch.zeros_like(given.initial_states)
+    exact, forced = (reference.forward(given.x, v, given.A, given.B, given.C, zero, rounded) for rounded in (None, given.x.dtype))
+    y_ratio, state_ratio = (error(got, true) / error(alone, true) for got, alone, true in zip((y, final_states), forced, exact))
+    return y_ratio, state_ratio

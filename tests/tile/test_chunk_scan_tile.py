@@ -34,7 +34,7 @@ def launch(x, Bm, Cm, dt, cumsum, prev, cb=None):
     cb = coupling(Bm, Cm, C, Q, x.dtype) if cb is None else cb
     out = Guarded((B, S, H, P))
     tensors = {"x": scattered(x), "Cm": scattered(Cm), "cb": cb, "dA_cumsum": cumsum, "prev_states": prev, "dt": dt, "y": out.array}
-    fields = {"Q": Q, "P": P, "N": N, "dtype": x.dtype.name, "dt_dtype": "float32", "aligned": False}
+    fields = {"Q": Q, "P": P, "N": N, "dtype": x.dtype.name, "dt_dtype": "float32", "aligned": False, "cb_float32": cb.dtype == np.float32}
     run("chunk_scan", fields, tensors, B=B, S=S, H=H, G=G, C=C)
     return out.check()
 
@@ -86,6 +86,15 @@ def test_infinite_rate_sees_only_the_token_itself() -> None:
     got = launch(x, Bm, Cm, dt, np.full_like(cumsum, -np.inf), prev)
     own = (Bm.astype(float) * Cm).sum(-1)[..., None] * x
     np.testing.assert_allclose(got, own * dt.reshape(2, 1, -1)[:, :, :21].transpose(0, 2, 1)[..., None], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("Q", "H"), [(16, 2), (64, 3), (256, 2)])
+def test_cb_in_float32_is_rounded_once_with_its_weights(Q: int, H: int) -> None:
+    case = inputs(Q, 16, 32, 2 * Q + 5, H, 1, dtype=np.float16)
+    want = recurrence(*case)
+    exact = launch(*case, cb=coupling(*case[1:3], case[3].shape[2], Q, np.float32))
+    errors = [np.linalg.norm(got - want) / np.linalg.norm(want) for got in (exact, launch(*case))]
+    assert errors[0] <= 3e-4 and errors[0] <= 0.85 * errors[1], errors
 
 
 def test_float16_states_and_weights_beyond_its_range_and_below_it() -> None:

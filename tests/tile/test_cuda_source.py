@@ -17,9 +17,10 @@ FLAGS = {
     "y_float32": True,
     "packed": True,
     "half": True,
+    "cb_float32": True,
 }
 
-#: 16-bit inputs of each kernel, read 16 bytes at a time where ``aligned``.
+#: Inputs of each kernel that are read 16 bytes at a time where ``aligned``.
 WIDE = {"chunk_coupling": ("Bm", "Cm"), "chunk_state": ("x", "Bm"), "chunk_scan": ("x", "Cm", "cb")}
 
 
@@ -75,9 +76,10 @@ def test_reports_22_and_23_every_offset_is_computed_in_64_bits(kernel: str) -> N
     assert narrow_products(re.sub(r"\(\(int64_t\)(\w+)\)", r"\1", text), index) != []
 
 
+@pytest.mark.parametrize("cb_float32", catalog.BOOLS)
 @pytest.mark.parametrize("kernel", WIDE)
-def test_16_bit_inputs_are_read_16_bytes_at_a_time_only_where_aligned(kernel: str) -> None:
-    wide, narrow = body(kernel, P=64), body(kernel, P=64, aligned=False)
+def test_inputs_are_read_16_bytes_at_a_time_only_where_aligned(kernel: str, cb_float32: bool) -> None:
+    wide, narrow = (body(kernel, P=64, aligned=aligned, cb_float32=cb_float32) for aligned in (True, False))
     for name in WIDE[kernel]:
         pieces = len(re.findall(rf"cp_async_gs(?:_conditional)?<16>\([^\n]*\(&\({name}\[", wide))
         assert pieces, name

@@ -53,7 +53,7 @@ def test_couplings_of_different_sequences_are_0(Q: int, S: int) -> None:
     seq_idx, G, C = case(Q, S), 2, -(-S // Q)
     B = len(seq_idx)
     runs, full = runs_of(seq_idx, Q)
-    cb = np.random.default_rng(2).integers(1, 999, (B, C, G, Q, Q)).astype(np.int16)
+    cb = np.random.default_rng(2).integers(1, 999, (B, C, G, Q, Q)).astype(np.int32)
     got = cb.copy()
     tensors = {"cb": got, "runs": np.ascontiguousarray(runs), "cuts": np.ascontiguousarray(full[..., -1])}
     run("seq_mask", {"Q": Q}, tensors, B=B, S=S, G=G, C=C)

@@ -23,6 +23,16 @@ def test_a_model_needs_on_each_arch_what_exists_there():
     assert {config.arch for config in everywhere if config.kernel == "fused_main"} == {"sm_90a"}
 
 
+def test_cb_is_float32_where_dt_is_too():
+    def found(**partial):
+        return {(values["dt_dtype"], values["cb_float32"]) for values in catalog.expand("chunk_scan", {"dtype": "float16", **partial})}
+
+    assert found() == {("float32", False), ("float16", False), ("float32", True)}
+    assert found(cb_float32=True) == {("float32", True)} and found(dt_dtype="float16") == {("float16", False)}
+    assert found(dt_dtype="float16", cb_float32=True) == {("float16", True)}
+    assert {values["cb_float32"] for values in catalog.expand("chunk_coupling", {"Q": 64})} == {False, True}
+
+
 def test_only_on_names_kernels_and_archs_that_exist():
     for kernel, archs in catalog.ONLY_ON.items():
         assert kernel in catalog.KERNELS and archs and set(archs) <= set(catalog.ARCHS)

@@ -12,7 +12,7 @@ from tileops import catalog, schedules
 from tileops.config import KernelConfig, Record
 from tileops.errors import CorruptArtifactError
 
-VALUES = {"Q": 256, "N": 128, "dtype": "bfloat16", "aligned": True}
+VALUES = {"Q": 256, "N": 128, "dtype": "bfloat16", "aligned": True, "cb_float32": False}
 ROW = {
     "kernel": "chunk_coupling",
     "arch": "sm_90a",

@@ -1,6 +1,6 @@
 """cb[b,c,g,l,s] = sum_n Cm[b, c*Q+l, g, n] * Bm[b, c*Q+s, g, n] for s <= l, else 0.
 
-Cm, Bm (B,S,G,N) dtype, strided -> cb (B,C,G,Q,Q) dtype. Rows at or past S count as zero.
+Cm, Bm (B,S,G,N) dtype, strided -> cb (B,C,G,Q,Q) dtype, or float32 where ``cb_float32``. Rows at or past S count as zero.
 A CTA makes one square tile of one chunk; a tile above the diagonal is only zeroed.
 """
 
@@ -22,8 +22,9 @@ def candidates(arch: str, **fields: Any) -> list[dict[str, int]]:
     return [{"tile": 128}, {"ctas": 5}]
 
 
-def program(*, Q: int, N: int, dtype: str, aligned: bool, tile: int, ctas: int) -> Any:
+def program(*, Q: int, N: int, dtype: str, aligned: bool, cb_float32: bool, tile: int, ctas: int) -> Any:
     B, S, G, C = k.dims("B S G C")
+    cb_dtype = "float32" if cb_float32 else dtype
     wide = 8 if aligned else 1
     tile = min(Q, tile)
     tiles = Q // tile
@@ -35,7 +36,7 @@ def program(*, Q: int, N: int, dtype: str, aligned: bool, tile: int, ctas: int) 
     def chunk_coupling(
         Cm: k.strided("Cm", (B, S, G, N), dtype, wide),
         Bm: k.strided("Bm", (B, S, G, N), dtype, wide),
-        cb: T.Tensor((B, C, G, Q, Q), dtype),
+        cb: T.Tensor((B, C, G, Q, Q), cb_dtype),
     ):
         with k.grid(B * C * G * (tiles * tiles), threads=2 * tile) as block:
             if ctas > 1:
@@ -49,9 +50,9 @@ def program(*, Q: int, N: int, dtype: str, aligned: bool, tile: int, ctas: int) 
             b = T.alloc_var("int32", init=T.truncdiv(bc, C))
             Cs = k.shared((tile, depth), dtype)
             Bs = k.shared((tile, depth), dtype)
-            out = k.shared((tile, tile), dtype)
+            out = k.shared((tile, tile), cb_dtype)
             acc = k.fragment((tile, tile))
-            rounded = k.fragment((tile, tile), dtype)
+            rounded = k.fragment((tile, tile), cb_dtype)
             k.swizzled(out)
             T.clear(acc)
             if col <= row:

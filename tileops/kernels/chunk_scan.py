@@ -1,7 +1,7 @@
 """y[l,p] = exp(dA[l]) * sum_n C[l,n] * prev[p,n] + sum_{s<=l} cb[l,s] * exp(dA[l] - dA[s]) * dt[s] * x[s,p], per chunk and head.
 
-x (B,S,H,P), Cm (B,S,G,N) dtype, strided; cb (B,C,G,Q,Q) dtype; dA_cumsum (B,H,C,Q) float32; prev_states (B,C,H,P,N) float32;
-dt (B,H,C,Q) dt_dtype -> y (B,S,H,P) float32. Tokens at or past S are neither read nor written.
+x (B,S,H,P), Cm (B,S,G,N) dtype, strided; cb (B,C,G,Q,Q) dtype, or float32 where ``cb_float32``; dA_cumsum (B,H,C,Q),
+prev_states (B,C,H,P,N) float32; dt (B,H,C,Q) dt_dtype -> y (B,S,H,P) float32. Tokens at or past S are neither read nor written.
 A CTA makes up to 128 rows (tokens) by up to 64 columns (of P). C and x enter the products as they are; prev_states and
 cb * decay * dt are rounded to dtype, for float16 after scaling by a power of two, since neither need fit in it.
 """
@@ -34,6 +34,13 @@ def candidates(arch: str, **fields: Any) -> list[dict[str, int]]:
     return [*one, *two]
 
 
+def in_twos(tile: Any) -> Any:
+    """A statement: 16-byte pieces of a float32 tile's rows are permuted two by two, since a warp reads 32 bytes of each row at once."""
+    pieces = int(tile.shape[2]) // 4
+    layout = T.Layout(tile.shape, lambda s, i, j: [s, i, (j // 4 ^ i % 4 * 2 % pieces) * 4 + j % 4])
+    return None if k._cpu else T.annotate_layout({tile: layout})
+
+
 def program(
     *,
     Q: int,
@@ -42,6 +49,7 @@ def program(
     dtype: str,
     dt_dtype: str,
     aligned: bool,
+    cb_float32: bool,
     rows: int,
     cols: int,
     depth: int,
@@ -52,6 +60,7 @@ def program(
 ) -> Any:
     B, S, H, G, C = k.dims("B S H G C")
     wide = 8 if aligned else 1
+    cb_dtype = "float32" if cb_float32 else dtype
     rows, cols = min(Q, rows), min(Q, cols)
     row_tiles = Q // rows
     # The buffers go round without a gap from one row tile to the next only where each takes a whole number of rounds.
@@ -172,7 +181,7 @@ def program(
     def chunk_scan(
         x: k.strided("x", (B, S, H, P), dtype, wide),
         Cm: k.strided("Cm", (B, S, G, N), dtype, wide),
-        cb: T.Tensor((B, C, G, Q, Q), dtype),
+        cb: T.Tensor((B, C, G, Q, Q), cb_dtype),
         dA_cumsum: T.Tensor((B, H, C, Q), "float32"),
         prev_states: T.Tensor((B, C, H, P, N), "float32"),
         dt: T.Tensor((B, H, C, Q), dt_dtype),
@@ -200,14 +209,14 @@ def program(
             state_unscale = k.shared((heads, width), "float32")
             Cs = k.shared((steps, rows, depth), dtype)
             Ss = k.shared((heads, width, depth), dtype)
-            Ms = k.shared((stages, rows, cols), dtype)
+            Ms = k.shared((stages, rows, cols), cb_dtype)
             Xs = k.shared((stages, heads, cols, width), dtype)
-            k.swizzled(Ms)
+            in_twos(Ms) if cb_float32 else k.swizzled(Ms)
             state0 = k.fragment((width, depth))
             state1 = k.fragment((width, depth))
             size = k.fragment((width, depth))
             state_top = k.fragment((width,))
-            raw = k.fragment((rows, cols), dtype)
+            raw = k.fragment((rows, cols), cb_dtype)
             mixed = k.fragment((rows, cols), dtype)
             sized = k.fragment((rows, cols))
             scale = k.fragment((rows,))

@@ -1,6 +1,6 @@
 """cb[b,c,g,l,s] = 0, in place, where tokens l and s of chunk c are of different sequences.
 
-cb (B,C,G,Q,Q) of 16-bit elements, runs (B,S) int32 and cuts (B,C) int32 as seq_runs makes them. A CTA takes one square; where no
+cb (B,C,G,Q,Q) of 32-bit elements, runs (B,S) int32 and cuts (B,C) int32 as seq_runs makes them. A CTA takes one square; where no
 sequence begins in the chunk it does nothing.
 """
 
@@ -20,7 +20,7 @@ def program(*, Q: int) -> Any:
 
     @T.prim_func
     def seq_mask(
-        cb: T.Tensor((B, C, G, Q, Q), "int16"),
+        cb: T.Tensor((B, C, G, Q, Q), "int32"),
         runs: T.Tensor((B, S), "int32"),
         cuts: T.Tensor((B, C), "int32"),
     ):
@@ -36,6 +36,6 @@ def program(*, Q: int) -> Any:
                 for r in k.rolled(Q // ROWS):
                     for l, s in k.parallel(ROWS, Q):
                         if run[r * ROWS + l] != run[s]:
-                            cb[b, c, g, r * ROWS + l, s] = T.cast(0, "int16")
+                            cb[b, c, g, r * ROWS + l, s] = 0
 
     return k.complete(seq_mask)

@@ -80,7 +80,7 @@ class SSDChunkCouplingFwdOp(Op):
         _checks.supported(["chunk_coupling"], chunk_len=self.chunk_len, d_state=tensors[0].shape[-1])
 
     def kernels(self) -> list[tuple[str, dict[str, Value]]]:
-        return [("chunk_coupling", {"Q": self.chunk_len})]
+        return [("chunk_coupling", {"Q": self.chunk_len, "cb_float32": False})]
 
     def plan(self, p: Planner, *slots: Slot | None) -> Slot:
         C_mat, B_mat = slots
@@ -89,16 +89,22 @@ class SSDChunkCouplingFwdOp(Op):
 
 
 def plan_chunk_coupling(
-    p: Planner, new: Callable[[tuple[int, ...], torch.dtype], Slot], C_mat: Slot, B_mat: Slot, *, chunk_len: int
+    p: Planner, new: Callable[[tuple[int, ...], torch.dtype], Slot], C_mat: Slot, B_mat: Slot, *, chunk_len: int, cb_float32: bool = False
 ) -> Slot:
-    """Add the launch; ``new`` (p.empty or p.workspace) makes cb."""
+    """Add the launch; ``new`` (p.empty or p.workspace) makes cb, of float32 or of the inputs' dtype."""
     batch, seqlen, groups, d_state = C_mat.shape
     chunks = _checks.num_chunks(seqlen, chunk_len)
-    cb = new((batch, chunks, groups, chunk_len, chunk_len), C_mat.dtype)
+    cb = new((batch, chunks, groups, chunk_len, chunk_len), torch.float32 if cb_float32 else C_mat.dtype)
     C_mat, B_mat = p.dense(C_mat), p.dense(B_mat)
     p.launch(
         "chunk_coupling",
-        {"Q": chunk_len, "N": d_state, "dtype": _checks.dtype_name(C_mat.dtype), "aligned": all_aligned(C_mat, B_mat)},
+        {
+            "Q": chunk_len,
+            "N": d_state,
+            "dtype": _checks.dtype_name(C_mat.dtype),
+            "aligned": all_aligned(C_mat, B_mat),
+            "cb_float32": cb_float32,
+        },
         {"Cm": C_mat, "Bm": B_mat, "cb": cb},
         {"B": batch, "S": seqlen, "G": groups, "C": chunks},
     )

@@ -92,7 +92,7 @@ class SSDChunkScanFwdOp(Op):
         _checks.supported(["chunk_scan"], chunk_len=cb.shape[-1], d_head=x.shape[-1], d_state=C.shape[-1])
 
     def kernels(self) -> list[tuple[str, dict[str, Value]]]:
-        return [("chunk_scan", {})]
+        return [("chunk_scan", {"cb_float32": False})]
 
     def plan(self, p: Planner, *slots: Slot | None) -> Slot:
         x, cb, dA_cumsum, C, prev_states, dt = (s for s in slots if s is not None)
@@ -100,7 +100,7 @@ class SSDChunkScanFwdOp(Op):
 
 
 def plan_chunk_scan(p: Planner, x: Slot, cb: Slot, dA_cumsum: Slot, C: Slot, prev_states: Slot, dt: Slot) -> Slot:
-    """Add the launch; y is always an output. All but x and C are packed."""
+    """Add the launch; y is always an output. All but x and C are packed; cb is in x's dtype, or float32."""
     batch, seqlen, heads, head_dim = x.shape
     groups, d_state = C.shape[2:]
     chunks, chunk_len = dt.shape[2:]
@@ -115,6 +115,7 @@ def plan_chunk_scan(p: Planner, x: Slot, cb: Slot, dA_cumsum: Slot, C: Slot, pre
             "dtype": _checks.dtype_name(x.dtype),
             "dt_dtype": _checks.dtype_name(dt.dtype),
             "aligned": all_aligned(x, C),
+            "cb_float32": cb.dtype == torch.float32,
         },
         {"x": x, "Cm": C, "cb": cb, "dA_cumsum": dA_cumsum, "prev_states": prev_states, "dt": dt, "y": y},
         {"B": batch, "S": seqlen, "H": heads, "G": groups, "C": chunks},

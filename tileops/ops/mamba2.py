@@ -44,7 +44,7 @@ class Mamba2FwdOp(Op):
 
     It is computed in chunks: on CUDA by one kernel where there is one (sm_90a, rows of x, B and C 16-byte aligned, no dimension
     of them expanded, no seq_idx), else as SSDChunkCumsum, SSDChunkCoupling, SSDChunkState, SSDStatePassing,
-    SSDChunkScan in this order, with dt and states in float32 between them. The interface matches mamba_ssm's
+    SSDChunkScan in this order, with dt, cb and states in float32 between them. The interface matches mamba_ssm's
     mamba_chunk_scan_combined, except that final_states is always returned. A feature that is not asked for launches nothing.
 
     A row holds one sequence, or several, in one of two ways:
@@ -221,10 +221,10 @@ class Mamba2FwdOp(Op):
             ("fused_clear", {}),
             ("pack_rest", {}),
             ("chunk_cumsum", {"Q": Q, "out_dtype": "float32"}),
-            ("chunk_coupling", {"Q": Q}),
+            ("chunk_coupling", {"Q": Q, "cb_float32": True}),
             ("chunk_state", {"Q": Q, "dt_dtype": "float32"}),
             ("state_passing", {}),
-            ("chunk_scan", {"Q": Q, "dt_dtype": "float32"}),
+            ("chunk_scan", {"Q": Q, "dt_dtype": "float32", "cb_float32": True}),
             ("gate", {}),
             ("pack_starts", {}),
             ("pack_map", {}),
@@ -291,7 +291,8 @@ class Mamba2FwdOp(Op):
         )
         if pack is not None:
             pack.end(p, dt_out, dA_cumsum)
-        cb = plan_chunk_coupling(p, p.workspace, C, B, chunk_len=Q)
+        # float32: scan rounds its products with decay and dt, and rounded before that too, y would be off by 1.4 times as much.
+        cb = plan_chunk_coupling(p, p.workspace, C, B, chunk_len=Q, cb_float32=True)
         runs = None
         if seq_idx is not None:
             runs, bounds = plan_runs(p, seq_idx, dA_cumsum, cb)
