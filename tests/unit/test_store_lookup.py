@@ -222,7 +222,7 @@ def test_an_artifact_that_is_there_but_bad_is_not_called_missing_by_fields(tmp_p
 def test_the_command_builds_the_kernel(kernel, sources):
     # Every kernel that an op asks for is among those that the command's model values name.
     values = {name: allowed[-1] for name, allowed in catalog.KERNELS[kernel].items()}
-    values.update({"dt_dtype": values["dtype"]} if "dt_dtype" in values else {})
+    values.update({"dt_dtype": "float32" if values.get("cb_float32") else values["dtype"]} if "dt_dtype" in values else {})
     config = catalog.config(kernel, "sm_90a", **values)
     words = store.fix_command(config).split()
     assert words[:2] == ["tileops", "warm"]
