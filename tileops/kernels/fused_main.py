@@ -950,7 +950,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
             w = T.alloc_var("int32", init=warp % 4)
 
             if wg == 0:
-                if tx == 0:
+                if tx == 96:  # the warp beside the y warps that have most to do
                     policy = T.alloc_var("uint64", init=T.if_then_else(scout > 0, keep, once))
                     # This thread starts every bulk copy, whichever can go on: x and B in, y out, then C (or x and B) in where y was.
                     cx = T.alloc_var("int32", init=0)
@@ -1019,22 +1019,23 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         if cy < sends:
                             ready = T.call_extern("int32", "ssd_done", base + o_staged + 8 * sy, cy // stages % 2)
                         if ready > 0:
+                            do("ssd_proxy_fence")  # for the y warps, whose arrival this follows
                             if wide:
                                 do("ssd_tail_send", out_tiles(y), base + sy * stage_bytes, p0 + 64, h, t0 + cy * 64, b)
                             do("ssd_y_send", out_tiles(y), base + sy * stage_bytes + o_y, p0, P, h, t0 + cy * 64, b)
                             cy = cy + 1
                     do("ssd_y_finish")
-                elif (warp > 0) & (warp <= nf):
+                elif warp < nf:
                     raw = T.alloc_local((4,), "float32")
                     f = T.alloc_local((15,), "float32")
                     rate = T.alloc_var("float32", init=get("float32", A[h]) * k.LOG2E)
                     bias = T.alloc_var("float32", init=0.0)
                     if (flags & BIAS) != 0:
                         bias = get("float32", dt_bias[h])
-                    start = t0 + (warp - 1) * 64
+                    start = t0 + warp * 64
                     do("ssd_dt_load", T.address_of(raw[0]), T.address_of(dt[b, start, h]), dt.strides[1], t1 - start)
-                    for i in T.serial(T.truncdiv(count - (warp - 1) + (nf - 1), nf)):
-                        c = i * nf + (warp - 1)
+                    for i in T.serial(T.truncdiv(count - warp + (nf - 1), nf)):
+                        c = i * nf + warp
                         st = c % stages
                         at = base + st * stage_bytes
                         s0 = t0 + c * 64
@@ -1166,7 +1167,6 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                     do("ssd_wait", base + o_cfull + 8 * (c % C_places), c // C_places % 2)
                     do("ssd_mma_kmajor", T.address_of(cb[0]), at_C, at + o_B)
                     if i > 0:
-                        do("ssd_proxy_fence")
                         do("ssd_arrive_warp", base + o_staged + 8 * ((c - ny) % stages))
                     do("ssd_wait", base + o_made + 8 * st, c // stages % 2)
                     do("ssd_pairs", T.address_of(q[0]), T.address_of(l[0]), scal, w)
@@ -1219,7 +1219,6 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                     c_end = (rounds - 1) * ny + yw
                     s_end = t0 + c_end * 64
                     if s_end + 64 <= t1:
-                        do("ssd_proxy_fence")
                         do("ssd_arrive_warp", base + o_staged + 8 * (c_end % stages))
                     else:
                         mine = base + c_end % stages * stage_bytes + o_y + w * 2048
