@@ -102,8 +102,8 @@ def _state(spec: Spec, t: dict[str, Tensor]) -> Callable[[], Any]:
 
 
 def _passing(spec: Spec, t: dict[str, Tensor]) -> Callable[[], Any]:
-    dtype = getattr(torch, spec.dtype)
-    return lambda: ssd_state_passing._state_passing_fwd(t["states"], t["dA_chunk_cumsum"], out_dtype=dtype)
+    # float32, as ours writes them; its own forward takes x's dtype here
+    return lambda: ssd_state_passing._state_passing_fwd(t["states"], t["dA_chunk_cumsum"], out_dtype=torch.float32)
 
 
 def _scan(spec: Spec, t: dict[str, Tensor]) -> Callable[[], Any]:

@@ -1,8 +1,9 @@
 """How tileops 0.1.0 is called: TileLang kernels that are compiled at run time, anew for every batch and sequence length.
 
 Its process has that package first on the path, so ``tileops`` is not ours here. Its ops copy views (x, B and C of one projection)
-at each call, and that is in their time. Spared it: the expansion of a rate per head in decode, and, as its own forward has it, dt
-between the stages in x's dtype; such conversions are made before the clock starts, and their rounding is in its error.
+at each call, and that is in their time. cumsum writes dt in float32, as ours does (its own forward: in x's dtype). Spared it: the
+expansion of a rate per head in decode, and, as its own forward has it, dt between the other stages in x's dtype; such conversions are
+made before the clock starts, and their rounding is in its error.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def build(spec: Spec) -> Callable[[dict[str, Tensor]], Callable[[], Any]]:
     op: Any = {
         "Mamba2FwdOp": lambda: mamba.Mamba2FwdOp(Q),
         "SSDRecurrentFwdOp": lambda: mamba.SSDRecurrentFwdOp(),
-        "SSDChunkCumsumFwdOp": lambda: mamba.SSDChunkCumsumFwdOp(Q, dtype, dt_softplus=True),
+        "SSDChunkCumsumFwdOp": lambda: mamba.SSDChunkCumsumFwdOp(Q, torch.float32, dt_softplus=True),
         "SSDChunkCouplingFwdOp": lambda: mamba.SSDChunkCouplingFwdOp(Q),
         "SSDChunkStateFwdOp": lambda: mamba.SSDChunkStateFwdOp(),
         "SSDStatePassingFwdOp": lambda: mamba.SSDStatePassingFwdOp(),
