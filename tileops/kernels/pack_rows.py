@@ -1,4 +1,4 @@
-"""out[r] = source[tokens[r]], 0 behind the end of a sequence; a row in a chunk of no sequence stays as it is.
+"""out[r] = source[tokens[r]], 0 behind the end of a sequence and in a chunk of none.
 
 source (S,A,D,W) of 16-bit elements, strided, tokens (R) int32 as pack_map makes it -> out (R,A,D,W). W is 8 where rows are
 16-byte aligned, else 1.
@@ -27,17 +27,16 @@ def program(*, aligned: bool) -> Any:
     ):
         with k.grid(R, threads=THREADS) as r:
             t = T.alloc_var("int32", init=tokens[r])
-            if t != -1:
-                for i in k.parallel(THREADS):
-                    for j in T.serial(T.ceildiv(A * D, THREADS)):
-                        a = T.alloc_var("int32", init=T.truncdiv(j * THREADS + i, D))
-                        d = T.alloc_var("int32", init=T.truncmod(j * THREADS + i, D))
-                        if a < A:
-                            if t >= 0:
-                                for w in T.vectorized(W):
-                                    out[r, a, d, w] = source[t, a, d, w]
-                            else:
-                                for w in T.vectorized(W):
-                                    out[r, a, d, w] = T.cast(0, "int16")
+            for i in k.parallel(THREADS):
+                for j in T.serial(T.ceildiv(A * D, THREADS)):
+                    a = T.alloc_var("int32", init=T.truncdiv(j * THREADS + i, D))
+                    d = T.alloc_var("int32", init=T.truncmod(j * THREADS + i, D))
+                    if a < A:
+                        if t >= 0:
+                            for w in T.vectorized(W):
+                                out[r, a, d, w] = source[t, a, d, w]
+                        else:
+                            for w in T.vectorized(W):
+                                out[r, a, d, w] = T.cast(0, "int16")
 
     return k.complete(pack_rows)
