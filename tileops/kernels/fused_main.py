@@ -199,6 +199,13 @@ DI float ssd_down(float v) {
 }
 // Whether a lane of the warp has a value that does not fit as it is, or NaN.
 DI bool ssd_large(float v) { return __any_sync(0xffffffffu, !(v < 32768.f)); }
+// The largest magnitude of n values (a multiple of 4), in four chains.
+DI float ssd_top(const float* v, int n) {
+  float t[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < n; i++) t[i % 4] = fmaxf(t[i % 4], fabsf(v[i]));
+  return fmaxf(fmaxf(t[0], t[1]), fmaxf(t[2], t[3]));
+}
 DI float ssd_inverse(float p) { return __int_as_float((254 << 23) - __float_as_int(p)); }
 // ---- loader: 64 rows x 64 columns by the bulk copy engine, zeros past the tensor's end
 template <typename D>
@@ -375,15 +382,13 @@ DI void ssd_absent(unsigned xs, unsigned bs, int rows) {
 // ---- state warps: thread (g, t) of warp w holds state[16w+g (+8)][8j+2t (+1)]. Rows 64 to 79 (the tail) are made transposed, as
 // B^T (w x): behind the others it holds state[64+8j+2t (+1)][64i+16w+g (+8)].
 // The state, rounded, for the y warps; with fp16 each warp's 16 rows are scaled by a power of two, whose inverse goes to scales[w].
-DI void ssd_state_handoff(unsigned slot, float* acc, int w, unsigned scales, unsigned shared_tops, int part) {
+DI void ssd_state_handoff(unsigned slot, float* acc, int w, float held, unsigned scales, unsigned shared_tops, int part) {
   int lane = threadIdx.x & 31;
   int p = 16 * w + ((lane >> 3) & 1) * 8 + (lane & 7), hi = lane >> 4;
   unsigned row = slot + p * 128;
   float f = 1.f;
 #if SAFE
-  float top = 0.f;
-#pragma unroll
-  for (int i = 0; i < NS / 2; i++) top = fmaxf(top, fabsf(acc[i]));
+  float top = ssd_top(acc, NS / 2);
   if (SW > 1 || ssd_large(top))
 #pragma unroll
     for (int o = 1; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
@@ -395,7 +400,7 @@ DI void ssd_state_handoff(unsigned slot, float* acc, int w, unsigned scales, uns
   asm volatile("bar.sync 1, %0;" :: "n"(SW * 128) : "memory");
 #endif
   f = ssd_down(top);
-  if (lane == 0 && part == 0) asm volatile("st.shared.f32 [%0], %1;" :: "r"(scales + w * 4), "f"(ssd_inverse(f)) : "memory");
+  if (lane == 0 && part == 0) asm volatile("st.shared.f32 [%0], %1;" :: "r"(scales + w * 4), "f"(ssd_inverse(f) * held) : "memory");
 #endif
 #pragma unroll
   for (int i = 0; i < NS / 16; i++) {
@@ -408,14 +413,12 @@ DI void ssd_state_handoff(unsigned slot, float* acc, int w, unsigned scales, uns
 }
 #if TAIL
 // The same for the tail, whose rows every warp has a part of: with fp16 one scale for all of them, after the others' in scales.
-DI void ssd_tail_handoff(unsigned slot, float* acc, int w, unsigned scales, unsigned shared_tops) {
+DI void ssd_tail_handoff(unsigned slot, float* acc, int w, float held, unsigned scales, unsigned shared_tops) {
   int lane = threadIdx.x & 31, p = 64 + (lane >> 4) * 8 + (lane & 7);
   unsigned row = slot + p * 128 + (((2 * w + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
   float f = 1.f;
 #if SAFE
-  float top = 0.f;
-#pragma unroll
-  for (int i = 0; i < NS / 8; i++) top = fmaxf(top, fabsf(acc[i]));
+  float top = ssd_top(acc, NS / 8);
 #pragma unroll
   for (int o = 1; o < 32; o *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
   // One barrier is enough: each copy in the ring has tops of its own.
@@ -423,7 +426,7 @@ DI void ssd_tail_handoff(unsigned slot, float* acc, int w, unsigned scales, unsi
   asm volatile("bar.sync 1, 128;" ::: "memory");
   float4 tops = ssd_lds4(shared_tops);
   f = ssd_down(fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w)));
-  if (lane == 0 && w == 0) asm volatile("st.shared.f32 [%0], %1;" :: "r"(scales + 16), "f"(ssd_inverse(f)) : "memory");
+  if (lane == 0 && w == 0) asm volatile("st.shared.f32 [%0], %1;" :: "r"(scales + 16), "f"(ssd_inverse(f) * held) : "memory");
 #endif
 #pragma unroll
   for (int i = 0; i < NS / 64; i++)
@@ -448,17 +451,19 @@ DI void ssd_tail_write(float* dst, float* acc, int w, int rows, int cols) {
   }
 }
 #endif
-// 2^end, and with fp16 what w was scaled by and its inverse
+// v[0]: what the state is to be multiplied by, 2^end. With fp16 it is held times what w of the chunk before was scaled by, whose
+// inverse is v[1], and comes to that of this one.
 DI void ssd_ends(float* v, unsigned scal) {
-  if (SAFE) *(float4*)v = ssd_lds4(scal + 512); else v[0] = ssd_lds(scal + 512);
+#if SAFE
+  float4 f = ssd_lds4(scal + 512);
+  v[0] = f.x * (f.y * v[1]); v[1] = f.z;
+#else
+  v[0] = ssd_lds(scal + 512);
+#endif
 }
 DI void ssd_scale(float* acc, float v, int n) {
 #pragma unroll
   for (int i = 0; i < n; i++) acc[i] *= v;
-}
-// By a power of two that is mostly 1, and the same for all lanes.
-DI void ssd_rescale(float* acc, float v, int n) {
-  if (v != 1.f) ssd_scale(acc, v, n);
 }
 DI void ssd_state_update(float* acc, unsigned xw, unsigned bs) {
   unsigned la = ssd_desc_low(xw, ssd_lead()), lb = ssd_desc_low(bs, 8192);
@@ -630,15 +635,15 @@ DI void ssd_rows_scale(float* d, const float* l, const float* scale, const float
   float e0 = ssd_exp2(fminf(l[0], 0.f)), e1 = ssd_exp2(fminf(l[1], 0.f));
 #if SAFE
   e0 *= scale[0]; e1 *= scale[1];
-  if (fmaxf(fmaxf(fmaxf(f[0], f[1]), fmaxf(f[2], f[3])), f[4]) > 1.f) {
 #pragma unroll
-    for (int j = 0; j < ROWS / 8; j++) {
-      d[4 * j] *= f[j / 2]; d[4 * j + 1] *= f[j / 2]; d[4 * j + 2] *= f[j / 2]; d[4 * j + 3] *= f[j / 2];
-    }
+  for (int j = 0; j < ROWS / 8; j++) {
+    float f0 = e0 * f[j / 2], f1 = e1 * f[j / 2];
+    d[4 * j] *= f0; d[4 * j + 1] *= f0; d[4 * j + 2] *= f1; d[4 * j + 3] *= f1;
   }
-#endif
+#else
 #pragma unroll
   for (int j = 0; j < ROWS / 8; j++) { d[4 * j] *= e0; d[4 * j + 1] *= e0; d[4 * j + 2] *= e1; d[4 * j + 3] *= e1; }
+#endif
 }
 DI void ssd_rows_unscale(float* d, const float* scale) {
 #if SAFE
@@ -1067,7 +1072,8 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         raw[1] = raw[3]
             elif wg <= SW:
                 acc = T.alloc_local((NA,), "float32")
-                ends = T.alloc_local((4,), "float32")
+                ends = T.alloc_local((2,), "float32")
+                ends[1] = 1.0
                 n0 = (wg - 1) * NS
                 do("ssd_zero", T.address_of(acc[0]), NA)
                 if seg > 0:
@@ -1101,14 +1107,21 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                     if scout == 0:
                         do("ssd_wait", base + o_sfree + 8 * slot, (c // ring + 1) % 2)
                         copy = base + o_ring + slot * copy_bytes + n0 * (2 * rows)
-                        do("ssd_state_handoff", copy, T.address_of(acc[0]), w, base + o_side + slot * side_bytes, base + o_tops, wg - 1)
+                        do(
+                            "ssd_state_handoff",
+                            copy,
+                            T.address_of(acc[0]),
+                            w,
+                            ends[1],
+                            base + o_side + slot * side_bytes,
+                            base + o_tops,
+                            wg - 1,
+                        )
                         if wide:
                             mine = base + o_side + slot * side_bytes
-                            do("ssd_tail_handoff", copy, T.address_of(acc[NS // 2]), w, mine, base + o_tops + slot * 16)
+                            do("ssd_tail_handoff", copy, T.address_of(acc[NS // 2]), w, ends[1], mine, base + o_tops + slot * 16)
                     do("ssd_wait", base + o_made + 8 * st, c // stages % 2)
                     do("ssd_ends", T.address_of(ends[0]), scal)
-                    if safe:
-                        do("ssd_rescale", T.address_of(acc[0]), ends[1], NA)
                     do("ssd_scale", T.address_of(acc[0]), ends[0], NA)
                     do("ssd_state_update", T.address_of(acc[0]), base + o_xw + c % xw_places * xw_pitch, at + o_B + n0 * 128)
                     if scout == 0:
@@ -1116,14 +1129,15 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         do("ssd_arrive_warp", base + o_sfull + 8 * slot)
                     do("SSD_WAIT", 0)
                     do("ssd_landed", T.address_of(acc[0]), NA)
-                    if safe:
-                        do("ssd_rescale", T.address_of(acc[0]), ends[2], NA)
                     do("ssd_arrive_times", base + o_free + 8 * st, times)
                     left = left - 1
                     if left == 0:
                         # The end of a segment: the next one's start, unless a scout goes ahead of this CTA.
                         left = seg_chunks
                         seg = seg + 1
+                        if safe:
+                            do("ssd_scale", T.address_of(acc[0]), ends[1], NA)
+                            ends[1] = 1.0
                         if (seg < segs) & (scout >= scouts):
                             do(
                                 "ssd_carry_out",
@@ -1133,6 +1147,8 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                                 seg,
                             )
                 if last > 0:
+                    if safe:
+                        do("ssd_scale", T.address_of(acc[0]), ends[1], NA)
                     do("ssd_state_write", T.address_of(final_states[row, h, p0, n0]), T.address_of(acc[0]), w, P - p0, N - n0)
                     if wide:
                         do(
