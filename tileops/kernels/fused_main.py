@@ -165,8 +165,9 @@ DI void ssd_ldsm(unsigned* a, unsigned addr) {
 }
 // v, but not known to be: what is computed from it stays where it is needed, in no register before.
 DI int ssd_here(int v) { asm volatile("" : "+r"(v)); return v; }
-// With 80 rows registers are short: no address is kept that can be made from the lane.
-#if TAIL
+DI long long ssd_here64(long long v) { asm volatile("" : "+l"(v)); return v; }
+// With 80 rows or N > 128 registers are short: no address is kept that can be made from the lane.
+#if TAIL || NT > 128
 #define SSD_LANE ssd_here(threadIdx.x & 31)
 #else
 #define SSD_LANE (threadIdx.x & 31)
@@ -657,6 +658,7 @@ DI void ssd_rows_unscale(float* d, const float* scale) {
 // y += D x; D of head h is at D, its columns dp apart (0: one value a head); cols: columns that exist from here on
 DI void ssd_skip(float* d, const float* D, int dp, unsigned xs, int w, int cols) {
   int lane = ssd_here(threadIdx.x & 31), row = 16 * w + (lane & 15);
+  dp = ssd_here(dp);
   D += 2 * (lane & 3) * dp;
 #pragma unroll
   for (int i = 0; i < ROWS / 16; i++) {
@@ -675,6 +677,7 @@ DI void ssd_skip(float* d, const float* D, int dp, unsigned xs, int w, int cols)
 }
 DI void ssd_gate_load(unsigned* u, const void* z, long long pitch, int w, int rows, int cols) {
   int lane = ssd_here(threadIdx.x & 31), r = 16 * w + lane / 4;
+  pitch = ssd_here64(pitch);
   const char* a = (const char*)z + 2 * (r * pitch + 2 * (lane & 3)); const char* b = a + 16 * pitch;
 #pragma unroll
   for (int i = 0; i < ROWS / 8; i++) {
@@ -928,7 +931,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
             seg = T.alloc_var("int32", init=T.truncdiv(item, chains))
             chain = T.alloc_var("int32", init=item - seg * chains)
             bh = T.alloc_var("int32", init=T.truncdiv(chain, slices))
-            p0 = T.alloc_var("int32", init=(chain - bh * slices) * rows)
+            p0 = T.alloc_var("int32", init=(chain - bh * slices) * rows) if slices > 1 else 0
             row = T.alloc_var("int32", init=T.truncdiv(bh, H))  # of the states
             h = T.alloc_var("int32", init=bh - row * H)
             g = T.alloc_var("int32", init=T.truncdiv(h, T.truncdiv(H, G)))
@@ -1171,7 +1174,6 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                 took = T.alloc_local((32 if y_float32 else 16,), "float32" if y_float32 else "uint32")
                 yw = T.alloc_var("int32", init=wg - SW - 1)
                 rounds = T.alloc_var("int32", init=T.if_then_else(scout > 0, 0, T.truncdiv(count - yw + (ny - 1), ny)))
-                never = T.alloc_var("int32", init=T.if_then_else(count < 0, 1, 0))
                 for i in T.serial(rounds):
                     c = i * ny + yw
                     st = c % stages
@@ -1215,7 +1217,7 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         do("ssd_gate_load", T.address_of(zr[0]), T.address_of(z[b1, s0, h1, p0]), z.strides[1], w, t1 - s0, P - p0)
                     do("SSD_WAIT", 0)
                     do("ssd_landed", T.address_of(out[0]), rows // 2)
-                    do("ssd_held", T.address_of(m[0]), 16, never)
+                    do("ssd_held", T.address_of(m[0]), 16, T.if_then_else(rounds < 0, 1, 0))
                     do("ssd_rows_unscale", T.address_of(out[0]), T.address_of(scale[0]))
                     if (flags & SKIP) != 0:
                         h2 = T.alloc_var("int32", init=T.call_extern("int32", "ssd_here", h))
