@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import inspect
 import os
@@ -11,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tileops.compiler import flags
@@ -35,18 +36,33 @@ class Lowered:
     optional: tuple[str, ...]
 
 
+#: Archs for which TileLang makes the source that it makes for another one: it is lowered once for all of them.
+LOWERED_AS = {"sm_86": "sm_80", "sm_89": "sm_80"}
+
+
+def lowered_like(config: KernelConfig) -> KernelConfig:
+    """The config that stands for all those with the source of ``config``."""
+    return replace(config, arch=LOWERED_AS.get(config.arch, config.arch))
+
+
 def lower(config: KernelConfig) -> Lowered:
     """Lowers the program of ``config``. Raises whatever TileLang raises; the caller turns it into CompileError."""
     _shelter()
-    from tilelang import tvm
-    from tilelang.engine.lower import lower as lower_program
-
     module = importlib.import_module(f"tileops.kernels.{config.kernel}")
     fields: dict[str, Any] = config.fields
     chosen = schedule(module, config.arch, fields, dict(config.schedule))
     if "arch" in inspect.signature(module.program).parameters:
         fields["arch"] = config.arch
-    program = module.program(**fields, **chosen)
+    return _lower(lowered_like(config), tuple(fields.items()), tuple(chosen.items()))
+
+
+@functools.lru_cache(maxsize=1)  # a worker is handed configs that share a source one after the other
+def _lower(config: KernelConfig, fields: tuple[tuple[str, Any], ...], chosen: tuple[tuple[str, int], ...]) -> Lowered:
+    from tilelang import tvm
+    from tilelang.engine.lower import lower as lower_program
+
+    module = importlib.import_module(f"tileops.kernels.{config.kernel}")
+    program = module.program(**dict(fields), **dict(chosen))
     options = {**flags.PASS_CONFIGS, **getattr(module, "PASS_CONFIGS", {})}
     # An explicit target with an explicit arch: TileLang's "auto" would look at the machine's GPU.
     target = tvm.target.Target({"kind": "cuda", "arch": config.arch})

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from typing import Any
 
+from tileops.compiler.lower import lowered_like
 from tileops.config import Artifact, KernelConfig
 
 #: What one worker needs with TileLang, TVM and NVRTC in it, bytes (1.1 GiB seen).
@@ -59,6 +60,7 @@ def _available() -> int:
 class _Worker:
     process: Any
     pipe: connection.Connection
+    group: deque[KernelConfig]  # what it is handed next
     config: KernelConfig | None = None
     started: float = 0.0
 
@@ -69,22 +71,27 @@ def run(
     """Makes every config's artifact; yields outcomes as they come.
 
     Args:
-        configs: what to make, in the order in which it is begun.
+        configs: what to make, in the order in which it is begun, but that one worker makes all those that share a source.
         jobs: processes.
         make: called in a worker, so it must be picklable; it compiles, and stores what it made before it returns.
         timeout: seconds after which one kernel is given up and its worker ended.
 
     Closing the iterator (an interrupt, too) ends every worker at once; what was reported is on disk.
     """
-    waiting = deque(configs)
+    groups: dict[KernelConfig, deque[KernelConfig]] = {}
+    for config in configs:
+        groups.setdefault(lowered_like(config), deque()).append(config)
+    waiting = deque(groups.values())
     workers: list[_Worker] = []
     try:
-        while waiting or any(w.config for w in workers):
+        while waiting or any(w.config or w.group for w in workers):
             while waiting and len(workers) < jobs:
                 workers.append(_start(make))
             for worker in workers:
-                if worker.config is None and waiting:
-                    _hand(worker, waiting.popleft())
+                if worker.config is None and not worker.group and waiting:
+                    worker.group = waiting.popleft()
+                if worker.config is None and worker.group:
+                    _hand(worker, worker.group.popleft())
             ready = set(connection.wait([w.pipe for w in workers if w.config], timeout=1.0))
             for worker in list(workers):
                 if worker.config is None:
@@ -95,6 +102,8 @@ def run(
                 worker.config = None
                 if not worker.process.is_alive() or outcome.error.startswith(_WORKER):
                     workers.remove(worker)
+                    if worker.group:
+                        waiting.appendleft(worker.group)
                     _end(worker)
                 yield outcome
     finally:
@@ -112,7 +121,7 @@ def _start(make: Callable[[KernelConfig], Artifact]) -> _Worker:
     process = context.Process(target=_work, args=(theirs, make), daemon=True)
     process.start()
     theirs.close()  # so that a dead worker is an end of file here
-    return _Worker(process, ours)
+    return _Worker(process, ours, deque())
 
 
 def _hand(worker: _Worker, config: KernelConfig) -> None:

@@ -2,8 +2,9 @@
 
 states (R,C,H,M), dA_chunk (R,H,C), initial_states (B,H,M), optional, all float32, strided
 -> prev_states (R,C,H,M), final_states (B,H,M) float32. A thread carries some elements of one chain; there are B chains.
-packed: R is 1, chain b is chunks bounds[b] to bounds[b + 1], bounds (B + 1) int32. Else R is B, chain b is row b, and where
-bounds (B,C) is above 0 a sequence begins in the chunk: what was before it is dropped, by selection.
+packed: R is 1, chain b is chunks bounds[b] to bounds[b + 1], bounds (B + 1) int32; prev_states of chunks behind the last chain is 0.
+Else R is B, chain b is row b, and where bounds (B,C) is above 0 a sequence begins in the chunk: what was before it is dropped, by
+selection.
 """
 
 from typing import Any
@@ -74,5 +75,9 @@ def program(*, packed: bool) -> Any:
                 for e in T.unroll(PER):
                     if m0 + e * THREADS + i < M:
                         final_states[b, h, m0 + e * THREADS + i] = s[e]
+                        if packed:
+                            # The scan reads what is before every chunk, also of those that are not there.
+                            for c in T.serial(T.if_then_else(b == B - 1, C - last, 0)):
+                                prev_states[0, last + c, h, m0 + e * THREADS + i] = 0.0
 
     return k.complete(seq_passing)
