@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,6 +167,7 @@ def load_all(kernels: Iterable[tuple[str, dict[str, Value]]], device: int | str 
         raise DriverError(
             "preload needs a CUDA GPU, and torch sees none (run `tileops doctor`).", call="preload", code=None, name="NO_DEVICE"
         )
+    import_module("tileops.ops._planner")  # the first call needs it too
     place = torch.device("cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device)
     index = torch.cuda.current_device() if place.index is None else place.index
     start = time.perf_counter()
