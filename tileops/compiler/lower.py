@@ -12,10 +12,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tileops.compiler import flags
+from tileops.compiler.shared import lowered_like
 from tileops.config import KernelConfig, Param, TensorMap
 
 _STRIDE = re.compile(r"(?P<tensor>\w+)_stride(?P<dim>\d+)(?:_div(?P<div>\d+))?")
@@ -34,15 +35,6 @@ class Lowered:
     alignment: dict[str, int]
     tensormaps: dict[str, TensorMap]
     optional: tuple[str, ...]
-
-
-#: Archs for which TileLang makes the source that it makes for another one: it is lowered once for all of them.
-LOWERED_AS = {"sm_86": "sm_80", "sm_89": "sm_80"}
-
-
-def lowered_like(config: KernelConfig) -> KernelConfig:
-    """The config that stands for all those with the source of ``config``."""
-    return replace(config, arch=LOWERED_AS.get(config.arch, config.arch))
 
 
 def lower(config: KernelConfig) -> Lowered:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from typing import Any
 
-from tileops.compiler.lower import lowered_like
+from tileops.compiler.shared import lowered_like
 from tileops.config import Artifact, KernelConfig
 
 #: What one worker needs with TileLang, TVM and NVRTC in it, bytes (1.1 GiB seen).
