@@ -211,7 +211,14 @@ def test_a_kernel_that_fails_and_a_worker_that_dies_lose_no_other_kernel(tree):
 
 def start(*args: object) -> subprocess.Popen[str]:
     line, where = command(*args)
-    return subprocess.Popen(line, **where, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)  # type: ignore[call-overload]
+    return subprocess.Popen(  # type: ignore[call-overload]
+        line, **where, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=interruptible
+    )
+
+
+def interruptible() -> None:
+    """A shell's background job, which the tests may be, starts with Ctrl-C ignored, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for_staged(process: subprocess.Popen[str], out: Path) -> None:

@@ -229,7 +229,13 @@ def test_a_kernel_that_fails_does_not_lose_the_others(tmp_path):
 def test_an_interrupt_ends_it_and_leaves_nothing_half_published(tileops, number):
     line = tileops.line("warm", *VALUES, "--only", "chunk_scan", "--jobs", "1", "--json")
     child = subprocess.Popen(
-        line, env=tileops.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        line,
+        env=tileops.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background job, which the tests may be
     )
     try:
         # The worker takes its lock when it begins to compile, which then takes seconds.
