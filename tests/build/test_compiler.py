@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tileops import catalog, compiler
-from tileops.compiler import nvrtc, toolchain
+from tileops.compiler import nvrtc, shared, toolchain
 from tileops.compiler.lower import lower
 from tileops.errors import CompileError
 
@@ -131,3 +131,20 @@ def test_a_kernel_that_may_be_launched_early_waits_and_takes_no_memory_for_const
     assert "ld.global.nc" not in ptx and "ldu." not in ptx
     before = ptx[ptx.index(".entry") : ptx.index("griddepcontrol.wait")]
     assert not re.search(r"\b(ld|st|atom|red)\.(global|relaxed|acquire)|cp\.async\.bulk\.tensor", before)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "values"),
+    [
+        ("chunk_scan", {"Q": 64, "P": 32, "N": 64, "dtype": "bfloat16", "dt_dtype": "float32", "aligned": True, "cb_float32": True}),
+        ("chunk_state", {"Q": 64, "P": 32, "N": 64, "dtype": "float16", "dt_dtype": "float32", "aligned": False}),
+        ("recurrent", {"P": 32, "N": 64, "dtype": "bfloat16", "state_dtype": "float32", "tied": True}),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_archs_that_are_lowered_as_another_have_its_source(monkeypatch, kernel, values):
+    configs = [catalog.config(kernel, arch, **values) for arch in (*shared.LOWERED_AS, *set(shared.LOWERED_AS.values()))]
+    together = [lower(config) for config in configs]
+    monkeypatch.setattr(shared, "LOWERED_AS", {})
+    apart = [lower(config) for config in configs]
+    assert together == apart and len({lowered.source for lowered in apart}) == 1

@@ -222,7 +222,7 @@ DI void ssd_panels(const D& map, unsigned dst, unsigned bar, int head, int row, 
     "[%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;"
     :: "r"(dst), "l"((unsigned long long)&map), "r"(bar), "r"(0), "r"(row), "r"(head), "r"(batch), "l"(policy) : "memory");
 }
-// into the L2 only: a load of it later takes a third less
+// into the L2 only, so that a load of it later takes less
 template <typename D>
 DI void ssd_tile_ahead(const D& map, int column, int head, int row, int batch, unsigned long long policy) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.L2::cache_hint [%0, {%1, %2, %3, %4}], %5;"
@@ -570,7 +570,7 @@ DI void ssd_pairs(float* q, float* l, unsigned scal, int w) {
 }
 // M = CB * 2^(cum_l - cum_s) * dt_s for s <= l, as an operand. To the left of the warp's 16 diagonal columns the decay is that to the
 // warp's first row times that from there. With fp16 each row is scaled by a power of two, left in scale.
-DI void ssd_weights(unsigned* a, float* cb, const float* q, const float* l, unsigned scal, int w, float* scale) {
+DI void ssd_weights(unsigned* a, float* cb, const float* q, const float* l, int w, float* scale) {
   int lane = threadIdx.x & 31, keep = lane / 4 - 2 * (lane & 3);
   float e0 = ssd_exp2(fminf(l[0] - l[2], 0.f)), e1 = ssd_exp2(fminf(l[1] - l[2], 0.f));
 #pragma unroll
@@ -1198,7 +1198,6 @@ def program(*, P: int, N: int, dtype: str, y_float32: bool) -> Any:
                         T.address_of(cb[0]),
                         T.address_of(q[0]),
                         T.address_of(l[0]),
-                        scal,
                         w,
                         T.address_of(scale[0]),
                     )

@@ -83,7 +83,7 @@ def cut(chains: int, chunks: int, sms: int) -> Cut:
 
 
 #: In chunks of a CTA: its start and end, what a scout needs for a chunk, the way of a state from the scout to a segment, and the tickets
-#: with their clearing. Fitted to 44 cuts of 8 sizes on an H200, which they give within 2 %.
+#: with their clearing. Fitted to 40 cuts of 7 sizes on an H200, which they give within 2.2 % (docs/kernels.md, "Cuts").
 _START, _SCOUT, _CARRY, _TICKETS = 3.0, 0.5, 1.5, 3.0
 
 
