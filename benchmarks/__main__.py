@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks import compare, runner, shapes, table
 
@@ -51,6 +53,13 @@ def _run(args: argparse.Namespace) -> int:
         if args.out is None and out.exists():
             print(f"{out} is there already: name another with --out.", file=sys.stderr)
             return 2
+        wanted = [
+            spec for suite in args.suite or shapes.SUITES for spec in runner.rows_of(suite, args.device) if runner.chosen(spec, args.only)
+        ]
+        if not wanted:
+            raise Unusable(f"--only {' '.join(args.only)} selects no row of {', '.join(args.suite or shapes.SUITES)}")
+        if args.device == "cuda":
+            _need_gpu()
         data = runner.run(args.suite or shapes.SUITES, args.peers, out, device=args.device, jobs=args.jobs, only=args.only)
         print(f"{len(data['rows'])} rows in {data['seconds']['all']:.0f} s, {out}")
         return 0
@@ -61,22 +70,34 @@ def _run(args: argparse.Namespace) -> int:
     if args.verb == "portable":
         from benchmarks import portable
 
+        _need_gpu()
         named = (root.partition("=") for root in args.root)
         data = portable.run({name: Path(root) if root else None for name, _, root in named})
         args.out.write_text(json.dumps(data, indent=1) + "\n")
         print(portable.table(data))
         return 0
-    print(table.markdown(_load(args.file), args.suite or shapes.SUITES))
+    data = _load(args.file)
+    suites = args.suite or shapes.SUITES
+    if not any(row["suite"] in suites for row in data["rows"]):
+        raise Unusable(f"{args.file} has no row of {', '.join(suites)}")
+    print(table.markdown(data, suites))
     return 0
 
 
+def _need_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Unusable("a GPU is needed, and torch finds none")
+
+
 class Unusable(Exception):
-    """A file that is no result of a run."""
+    """What was asked for cannot be had from these arguments, files or this machine."""
 
 
-def _load(path: Path) -> dict[str, object]:
+def _load(path: Path) -> dict[str, Any]:
     try:
-        data: dict[str, object] = json.loads(path.read_text())
+        data: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise Unusable(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict) or not {"date", "machine", "rows"} <= set(data):
@@ -85,4 +106,6 @@ def _load(path: Path) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] in (["table"], ["compare"]) and hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends these quietly; `run` writes to processes that may be gone
     sys.exit(main())

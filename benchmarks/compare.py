@@ -30,6 +30,9 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float = 1.
                 numbers = f"{_number(old[key].get(quantity))} -> {_number(row.get(quantity))}"
                 lines.append(f"{change:6} {_name(row)}: {words} {numbers}{_ratio(old[key], row, quantity)}")
     lines += [f"only in the first: {_name(row)}" for key, row in old.items() if key not in new]
+    if not old.keys() & new.keys():
+        worse += 1
+        lines.append("LOST   no row is in both")
     lines.append(f"{len(old.keys() & new.keys())} rows compared, {worse} regressions (threshold {threshold:g})")
     for what in ("gpu", "driver"):
         if before["machine"].get(what) != after["machine"].get(what):

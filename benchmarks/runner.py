@@ -160,14 +160,13 @@ def run(
         for implementation in (ours, *others.values()):
             stack.callback(implementation.close)
         begin(report, ours, others, device)
-        wanted = {
-            suite: [s for s in rows_of(suite, device) if suite == "cold" or not only or any(text in s.name for text in only)]
-            for suite in suites
-        }
+        wanted = {suite: [s for s in rows_of(suite, device) if chosen(s, only)] for suite in suites}
         warm = [spec for suite in suites if suite != "cold" for spec in wanted[suite]]
         with report.timed("prepare"):
             refused = prepare(others, warm, jobs or os.cpu_count() or 1, report) if warm and others else {}
         for suite in suites:
+            if not wanted[suite]:
+                continue
             with report.timed(suite):
                 if suite == "cold":
                     for implementation in (ours, *others.values()):
@@ -180,6 +179,11 @@ def run(
         report.data["seconds"]["all"] = round(time.monotonic() - started, 1)
         report.write()
     return report.data
+
+
+def chosen(spec: Spec, only: Sequence[str]) -> bool:
+    """Whether ``--only`` lets a row through; cold rows are measured together or not at all."""
+    return not only or (spec.suite != "cold" and any(text in spec.name for text in only))
 
 
 def rows_of(suite: str, device: str) -> list[Spec]:
@@ -227,7 +231,7 @@ def begin(report: Report, ours: Implementation, others: dict[str, Implementation
     machine = ours.ask({"command": "machine"})
     if "failed" in machine:
         raise SystemExit(f"benchmarks: {machine['failed']}")
-    report.data["machine"] = {**machine, "driver": _driver()}
+    report.data["machine"] = machine
     for name, implementation in {"ours": ours, **others}.items():
         answer = implementation.ask({"command": "versions"})
         report.data["versions"].update(answer.get("versions", {name: answer.get("failed")}))
@@ -239,14 +243,6 @@ def begin(report: Report, ours: Implementation, others: dict[str, Implementation
     if device != "cpu":
         report.data["ceilings"] = ours.ask({"command": "ceilings"})
     report.write()
-
-
-def _driver() -> str | None:
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def prepare(others: dict[str, Implementation], specs: list[Spec], jobs: int, report: Report) -> dict[tuple[str, Spec], str]:

@@ -20,6 +20,7 @@ import importlib
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from typing import Any
@@ -119,15 +120,27 @@ def machine(device: str) -> dict[str, Any]:
             l2_bytes=timing.l2_bytes(),
             memory_bytes=properties.total_memory,
             capability=f"{properties.major}.{properties.minor}",
+            driver=_driver(),
         )
     return about
+
+
+def _driver() -> str | None:
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def versions(adaptor: Any) -> dict[str, Any]:
+    return {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda, **adaptor.versions()}
 
 
 def answer(adaptor: Any, request: dict[str, Any], device: str) -> dict[str, Any]:
     command = request["command"]
     if command == "versions":
-        common = {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        return {"versions": {**common, **adaptor.versions()}}
+        return {"versions": versions(adaptor)}
     if command == "machine":
         return machine(device)
     if command == "ceilings":

@@ -118,4 +118,6 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
+    if "--list" in sys.argv and hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this quietly; a build writes to processes that may be gone
     sys.exit(main())

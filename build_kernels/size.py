@@ -47,7 +47,11 @@ def main() -> int:
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--budget", type=int, default=BUDGET, metavar="BYTES")
     args = parser.parse_args()
-    held, wanted, whole = estimate(args.wheel)
+    try:
+        held, wanted, whole = estimate(args.wheel)
+    except (OSError, zipfile.BadZipFile) as error:
+        print(f"build_kernels.size: {args.wheel} is no wheel that can be read: {error}.", file=sys.stderr)
+        return 2
     actual = args.wheel.stat().st_size
     print(f"{args.wheel.name}: {actual:,} bytes with {held} kernels, about {whole:,} with the matrix's {wanted} (budget {args.budget:,})")
     return int(max(actual, whole) > args.budget)

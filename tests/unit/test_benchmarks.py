@@ -329,3 +329,33 @@ def test_what_is_no_result_is_said_so(tmp_path, capsys, text):
         path.write_text(text)
     assert command.main(["table", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
+
+
+RECORDED = command.RESULTS / "2026-11-30-h200.json"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["run", "--suite", "forward", "--device", "cpu", "--only", "zzz", "--out", "OUT"], "--only zzz selects no row of forward"),
+        (["table", str(RECORDED), "--suite", "models"], "has no row of models"),
+        (["table", "OUT"], "No such file"),
+    ],
+    ids=["run", "table", "file"],
+)
+def test_what_selects_nothing_ends_with_status_2_and_writes_nothing(tmp_path, capsys, line, words):
+    out = tmp_path / "out.json"
+    assert command.main([str(out) if word == "OUT" else word for word in line]) == 2
+    assert words in capsys.readouterr().err and not out.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("line", [["run", "--suite", "forward", "--out", "OUT"], ["portable", "own=", "--out", "OUT"]], ids=lambda v: v[0])
+def test_without_a_gpu_it_says_so(tmp_path, capsys, line):
+    assert command.main([str(tmp_path / "out.json") if word == "OUT" else word for word in line]) == 2
+    assert "a GPU is needed" in capsys.readouterr().err
+
+
+def test_results_without_a_row_in_common_are_not_the_same():
+    cold = command.RESULTS / "2026-11-30-h200-cold.json"
+    assert command.main(["compare", str(RECORDED), str(cold)]) == 1

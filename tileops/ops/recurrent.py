@@ -95,7 +95,8 @@ class SSDRecurrentFwdOp(Op):
             B_in: (batch, n_groups, d_state), x's dtype; n_heads is a multiple of n_groups.
             C_in: as B_in.
             state: (batch, n_heads, d_head, d_state) float32, bfloat16 or float16, updated in place exactly once; with
-                state_batch_indices (n_slots, n_heads, d_head, d_state), n_slots of any size.
+                state_batch_indices (n_slots, n_heads, d_head, d_state), n_slots of any size. It must share no memory with an
+                input; that is not checked.
             D: (n_heads, d_head) or (n_heads,) float32, optional: the skip connection.
             z: as x, optional: the gate.
             dt_bias: (n_heads, d_head) or (n_heads,) float32, optional, added to dt.
