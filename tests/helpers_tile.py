@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import inspect
 import shutil
 import subprocess
 import tempfile
@@ -47,7 +48,8 @@ def build(kernel: str, fields: tuple[tuple[str, Any], ...], chosen: tuple[tuple[
     # The C code of vector expressions does not compile.
     options = {**module.PASS_CONFIGS, "tirx.disable_vectorize": True}
     with _common.cpu_dialect():
-        program = module.program(**dict(fields), **schedule(module, "sm_80", dict(fields), dict(chosen)))
+        arch = {"arch": "sm_80"} if "arch" in inspect.signature(module.program).parameters else {}
+        program = module.program(**arch, **dict(fields), **schedule(module, "sm_80", dict(fields), dict(chosen)))
     with tvm.transform.PassContext(opt_level=3, config=options), target:
         lowered = lower(program, target=target)
     ((_, function),) = lowered.device_mod.functions.items()

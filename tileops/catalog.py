@@ -50,7 +50,7 @@ BOOLS = (False, True)
 
 #: Kernels that, on archs from sm_90 on, wait themselves for what is before them in the stream, so that they may be launched while that
 #: still runs ("programmatic dependent launch"). Launched the plain way they do the same.
-OVERLAPPING = frozenset({"recurrent", "fused_main", "fused_clear"})
+OVERLAPPING = frozenset({"chunk_cumsum", "recurrent", "fused_main", "fused_clear"})
 
 
 def overlaps(kernel: str, arch: str) -> bool:

@@ -116,6 +116,7 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
 
 
 OVERLAPPING = {
+    "chunk_cumsum": {"Q": 256, "out_dtype": "float32"},
     "recurrent": {"P": 64, "N": 128, "dtype": "bfloat16", "state_dtype": "float32", "tied": False},
     "fused_main": {"P": 64, "N": 128, "dtype": "float16", "y_float32": True},
     "fused_clear": {},

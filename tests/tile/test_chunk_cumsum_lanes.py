@@ -50,7 +50,6 @@ inline float __shfl_up_sync(unsigned, float v, int o, int width) {
 }
 inline float __shfl_sync(unsigned, float v, int lane, int width) { return from(v, threadIdx.x / width * width + lane % width); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline float __ldg(const float* p) { return *p; }
 """
 LAUNCH = r"""
 extern "C" int launch(int grid, PARAMETERS) {
@@ -70,6 +69,8 @@ ASSEMBLY = {
     r"rcp\.approx": "r = 1.f / (2.f + u);",
     r"max\.NaN": "v = v < low ? low : v;",
     r"min\.NaN": "v = v > high ? high : v;",
+    r"ld\.global": "if (real) v = *p;",
+    "griddepcontrol": ";",
 }
 TYPES = {"pointer": "float*", "int32": "int", "int64": "int64_t", "float32": "float"}
 
@@ -85,7 +86,7 @@ def build(Q: int) -> tuple[Any, Any]:
     code = re.sub(r"^#include.*$|__restrict__", "", code, flags=re.M)
     code = re.sub(r"extern __shared__ __align__\(\d+\) float (\w+)\[\];", r"float* \1 = memory;", code)
     for ptx, cpp in ASSEMBLY.items():
-        code, count = re.subn(rf'asm\("{ptx}[^;]*;"[^;]*;', cpp, code)
+        code, count = re.subn(rf'asm(?: volatile)?\("[^"]*{ptx}[^"]*"[^;]*;', cpp, code)
         assert count == 1, ptx
     names = ", ".join(p.name for p in made.params)
     parameters = ", ".join(f"{TYPES[p.kind]} {p.name}" for p in made.params)

@@ -181,7 +181,7 @@ def test_optional_tensors_are_passed_on_to_be_tested_and_never_indexed(state_dty
 
 @pytest.mark.parametrize(
     ("kernel", "name"),
-    [("chunk_cumsum", "dt_bias"), ("chunk_state", "seq_idx"), ("state_passing", "initial_states"), ("seq_passing", "initial_states")],
+    [("chunk_state", "seq_idx"), ("state_passing", "initial_states"), ("seq_passing", "initial_states")],
 )
 def test_a_tensor_that_may_be_absent_is_read_behind_a_test_of_its_address(kernel: str, name: str) -> None:
     assert lowered(kernel).optional == (name,)

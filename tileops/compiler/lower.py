@@ -44,7 +44,7 @@ def lower(config: KernelConfig) -> Lowered:
     fields: dict[str, Any] = config.fields
     chosen = schedule(module, config.arch, fields, dict(config.schedule))
     if "arch" in inspect.signature(module.program).parameters:
-        fields["arch"] = config.arch
+        fields["arch"] = lowered_like(config).arch
     return _lower(lowered_like(config), tuple(fields.items()), tuple(chosen.items()))
 
 

@@ -6,6 +6,8 @@ dt_out is 0 and dA_cumsum stays as it is.
 A CTA takes some heads of one chunk, turned in shared memory, so that loads run along heads and stores along tokens: a thread has four
 tokens in a row (Q = 256: twice), LANES threads a head. Sums of four are summed over the lanes by shuffles: a result has at most 11
 roundings, and their order never varies.
+
+From sm_90 on the kernel waits for the one before it by itself (catalog.OVERLAPPING), so that its launch may overlap that one's end.
 """
 
 from typing import Any
@@ -32,10 +34,26 @@ static __device__ __forceinline__ float tileops_softplus(float v) {
   r = __fmaf_rn(s, r, fmaxf(v, 0.f));
   return v <= 20.f ? r : v;  // NaN is v
 }
-// COUNT loads, ROWS tokens apart, all in flight together; 0 from ``left`` tokens on.
+// The CTA may be there while the kernel before it in the stream still runs: nothing is read before that one has ended, and not through the
+// read-only path. Then the next one may come.
+static __device__ __forceinline__ const float* tileops_begin(const float* p) {
+#if OVERLAP
+  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" : "+l"(p) :: "memory");
+#endif
+  return p;
+}
+// *p, or 0 where it is not ``real``: predicated, no branch.
+static __device__ __forceinline__ float tileops_value(const float* p, bool real) {
+  float v = 0.f;
+  asm volatile("{ .reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.f32 %0, [%1]; }" : "+f"(v) : "l"(p), "r"((int)real));
+  return v;
+}
+static __device__ __forceinline__ float tileops_of_head(const float* p, int h) { return tileops_value(p + h, p != nullptr); }
+// A kernel's first loads: COUNT, ROWS tokens apart, all in flight together; 0 from ``left`` tokens on.
 static __device__ __forceinline__ void tileops_column(float* v, const float* p, long long pitch, int left) {
+  p = tileops_begin(p);
 #pragma unroll
-  for (int i = 0; i < COUNT; i++, p += ROWS * pitch) v[i] = i * ROWS < left ? __ldg(p) : 0.f;
+  for (int i = 0; i < COUNT; i++, p += ROWS * pitch) v[i] = tileops_value(p, i * ROWS < left);
 }
 // Limits that leave NaN as it is.
 static __device__ __forceinline__ float tileops_at_least(float v, float low) {
@@ -68,20 +86,26 @@ ATANH = (2.0, 0.66666317, 0.4002491, 0.27960604, 0.28178334)
 
 def schedule(arch: str, **fields: Any) -> dict[str, int]:
     """``heads`` of a CTA; registers for ``ctas`` CTAs an SM."""
-    return {"heads": 4 if fields["Q"] == 256 else 8, "ctas": 12 if fields["Q"] == 256 else 1}
+    return {"heads": 8, "ctas": 1}
 
 
 def candidates(arch: str, **fields: Any) -> list[dict[str, int]]:
-    return [{"heads": 4, "ctas": 1}, {"heads": 8, "ctas": 1}, {"heads": 8, "ctas": 6}]
+    return [{"heads": 4}, {"heads": 4, "ctas": 12}, {"ctas": 6}]
 
 
-def program(*, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
+def program(*, arch: str, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
     B, S, H, C = k.dims("B S H C")
     lanes = min(32, Q // 4)  # threads of a head
     fours = Q // (4 * lanes)  # of a thread
     threads = heads * lanes
     count = Q * heads // threads
-    names = {"LANES": lanes, "COUNT": count, "ROWS": threads // heads, **{f"ATANH{i}": f"{c!r}f" for i, c in enumerate(ATANH)}}
+    names = {
+        "LANES": lanes,
+        "COUNT": count,
+        "ROWS": threads // heads,
+        "OVERLAP": int(arch not in ("sm_80", "sm_86", "sm_89")),
+        **{f"ATANH{i}": f"{c!r}f" for i, c in enumerate(ATANH)},
+    }
     source = "".join(f"#define {name} {value}\n" for name, value in names.items()) + SOURCE
 
     def softplus_of(v):
@@ -94,14 +118,10 @@ def program(*, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
         return T.Select(v > high, high, v) if k._cpu else T.call_extern("float32", "tileops_at_most", v, high)
 
     @T.macro
-    def made(part, values, A, dt_bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, h, lane):
+    def made(part, values, given, bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, h, lane):
         """A thread's dt_out, and in ``part`` the sums over each of its fours."""
         # A rate of -inf becomes a finite one: a dt of 0 adds nothing, and 0 * -inf is NaN.
-        own = T.alloc_var("int32", init=T.min(first + h, H - 1))
-        rate = T.alloc_var("float32", init=at_least(A[own], k.LOWEST))
-        bias = T.alloc_var("float32", init=0.0)
-        if T.Not(T.isnullptr(dt_bias.data)):
-            bias = dt_bias[own]
+        rate = T.alloc_var("float32", init=at_least(given, k.LOWEST))
         for i in T.unroll(fours):
             for e in T.vectorized(4):
                 part[i * 4 + e] = values[h, (i * lanes + lane) * 4 + e]
@@ -174,6 +194,8 @@ def program(*, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
             raw = T.alloc_local((count,), "float32")
             part = T.alloc_local((fours * 4,), "float32")
             before = T.alloc_local((fours,), "float32")
+            rate = T.alloc_var("float32", init=0.0)
+            bias = T.alloc_var("float32", init=0.0)
             total = T.alloc_var("float32", init=0.0)
             whole = T.alloc_var("float32", init=0.0)
             if k._cpu:
@@ -182,11 +204,17 @@ def program(*, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
                 for l, h in T.grid(Q, heads):
                     values[h, l] = T.if_then_else(c * Q + l < S, dt[b, T.min(c * Q + l, S - 1), T.min(first + h, H - 1)], 0.0)
                 for h, lane in T.grid(heads, lanes):
-                    made(part, values, A, dt_bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, h, lane)
+                    rate = A[T.min(first + h, H - 1)]
+                    if T.Not(T.isnullptr(dt_bias.data)):
+                        bias = dt_bias[T.min(first + h, H - 1)]
+                    made(part, values, rate, bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, h, lane)
                     for i in T.unroll(fours):
                         totals[h, i * lanes + lane] = part[i * 4 + 3]
                 for h, lane in T.grid(heads, lanes):
-                    made(part, values, A, dt_bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, h, lane)
+                    rate = A[T.min(first + h, H - 1)]
+                    if T.Not(T.isnullptr(dt_bias.data)):
+                        bias = dt_bias[T.min(first + h, H - 1)]
+                    made(part, values, rate, bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, h, lane)
                     for i in T.unroll(fours):
                         before[i] = 0.0
                         for j in T.serial(i * lanes + lane):
@@ -204,10 +232,12 @@ def program(*, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
                             S - c * Q - t // heads,
                         )
                     )
+                    rate = T.call_extern("float32", "tileops_of_head", A.data, T.min(first + t // lanes, H - 1))
+                    bias = T.call_extern("float32", "tileops_of_head", dt_bias.data, T.min(first + t // lanes, H - 1))
                     for i in T.unroll(count):
                         values[t % heads, i * (threads // heads) + t // heads] = raw[i]
                 for t in T.Parallel(threads):
-                    made(part, values, A, dt_bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, t // lanes, t % lanes)
+                    made(part, values, rate, bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, t // lanes, t % lanes)
                     whole = 0.0
                     for i in T.unroll(fours):
                         total = T.call_extern("float32", "tileops_sum", part[i * 4 + 3], t % lanes)
