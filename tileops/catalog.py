@@ -6,6 +6,7 @@ so that what is built and what is asked for cannot drift apart.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
@@ -27,6 +28,7 @@ MAX_SMEM = {
 }
 
 
+@functools.cache
 def archs_for(major: int, minor: int) -> tuple[str, ...]:
     """Archs whose cubins run on compute capability major.minor, best first; empty where none does.
 

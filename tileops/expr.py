@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import functools
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from tileops.errors import CorruptArtifactError
 
@@ -17,17 +17,45 @@ from tileops.errors import CorruptArtifactError
 _LONGEST = 500
 
 _FUNCTIONS: dict[str, Callable[[int, int], int]] = {"ceildiv": lambda a, b: -(-a // b), "min": min, "max": max}
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-}
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv)
+
+
+def check(text: str) -> None:
+    """Raises CorruptArtifactError for anything outside the grammar."""
+    _parse(text)
+
+
+def names(texts: Iterable[str]) -> set[str]:
+    """What the values of these expressions depend on. Raises CorruptArtifactError."""
+    return set().union(*[_parse(text)[1] for text in texts])
+
+
+def function(texts: Iterable[str]) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
+    """The expressions as one function of a name -> value mapping, which raises KeyError with a name that is not there.
+
+    Raises CorruptArtifactError for anything outside the grammar.
+    """
+    values = ast.Tuple([_parse(text)[0] for text in texts], _LOAD, **_AT)
+    argument = ast.arguments(posonlyargs=[], args=[ast.arg(_SIZES, **_AT)], kwonlyargs=[], kw_defaults=[], defaults=[])
+    code = compile(ast.Expression(ast.Lambda(argument, values, **_AT)), "<record>", "eval")
+    made: Callable[[Mapping[str, int]], tuple[int, ...]] = eval(code, {"__builtins__": {}, **_FUNCTIONS})
+    return made
+
+
+def evaluate(text: str, sizes: Mapping[str, int]) -> int:
+    """One expression's value. Raises KeyError with the name that ``sizes`` lacks."""
+    return function([text])(sizes)[0]
+
+
+#: What the mapping is called in the code that expressions become; no name of theirs is a name in it.
+_SIZES = "sizes"
+_LOAD = ast.Load()
+_AT: Any = {"lineno": 1, "col_offset": 0}
 
 
 @functools.lru_cache(maxsize=4096)
-def parse(text: str) -> Callable[[Mapping[str, int]], int]:
-    """The expression as a function of a name -> value mapping. Raises CorruptArtifactError for anything outside the grammar."""
+def _parse(text: str) -> tuple[ast.expr, frozenset[str]]:
+    """The expression, rebuilt of nothing but the grammar's nodes, and its names."""
     if len(text) > _LONGEST:
         raise CorruptArtifactError(
             f"expression of {len(text)} characters: no record has one over {_LONGEST}.", path="record", reason="grammar"
@@ -36,25 +64,19 @@ def parse(text: str) -> Callable[[Mapping[str, int]], int]:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise CorruptArtifactError(f"expression {text!r} does not parse.", path="record", reason="grammar") from None
-    return _compile(tree, text)
+    found: set[str] = set()
+    return _rebuilt(tree, text, found), frozenset(found)
 
 
-def evaluate(text: str, sizes: Mapping[str, int]) -> int:
-    """The expression's value. Raises KeyError with the name that ``sizes`` lacks."""
-    return parse(text)(sizes)
-
-
-def _compile(node: ast.expr, text: str) -> Callable[[Mapping[str, int]], int]:
+def _rebuilt(node: ast.expr, text: str, found: set[str]) -> ast.expr:
     if isinstance(node, ast.Constant) and type(node.value) is int:
-        value = node.value
-        return lambda sizes: value
+        return ast.Constant(node.value, **_AT)
     if isinstance(node, ast.Name):
-        return operator.itemgetter(node.id)
+        return _size(node.id, found)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return operator.itemgetter(f"{node.value.id}.{node.attr}")
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        operate, left, right = _OPERATORS[type(node.op)], _compile(node.left, text), _compile(node.right, text)
-        return lambda sizes: operate(left(sizes), right(sizes))
+        return _size(f"{node.value.id}.{node.attr}", found)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
+        return ast.BinOp(_rebuilt(node.left, text, found), type(node.op)(), _rebuilt(node.right, text, found), **_AT)
     if (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
@@ -62,6 +84,10 @@ def _compile(node: ast.expr, text: str) -> Callable[[Mapping[str, int]], int]:
         and len(node.args) == 2
         and not node.keywords
     ):
-        function, (first, second) = _FUNCTIONS[node.func.id], (_compile(a, text) for a in node.args)
-        return lambda sizes: function(first(sizes), second(sizes))
+        return ast.Call(ast.Name(node.func.id, _LOAD, **_AT), [_rebuilt(a, text, found) for a in node.args], [], **_AT)
     raise CorruptArtifactError(f"expression {text!r} is outside the record's grammar.", path="record", reason="grammar")
+
+
+def _size(name: str, found: set[str]) -> ast.expr:
+    found.add(name)
+    return ast.Subscript(ast.Name(_SIZES, _LOAD, **_AT), ast.Constant(name, **_AT), _LOAD, **_AT)

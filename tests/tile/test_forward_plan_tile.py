@@ -71,7 +71,7 @@ def forward(op: Mamba2FwdOp, *args: Any, kernels: list[str] | None = None, **fea
     outputs = op.plan(planner, *planner.slots)
     for index in planner.densify:
         tensors[index] = tensors[index].clone(memory_format=torch.contiguous_format)
-    results = [torch.full(shape, math.nan, dtype=dtype) for shape, dtype in planner.outputs]
+    results = [torch.full(slot.shape, math.nan, dtype=slot.dtype) for slot in planner.outputs]
     memory = [*tensors, *results, torch.full((planner.workspace_bytes,), 255, dtype=torch.uint8)]
     for step in planner.steps:
         if isinstance(step, _planner._Step):  # a fill or a copy, by torch

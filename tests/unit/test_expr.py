@@ -81,7 +81,7 @@ def test_an_unknown_name_is_named():
 )
 def test_nothing_else_is_accepted(text):
     with pytest.raises(CorruptArtifactError):
-        expr.parse(text)
+        expr.check(text)
 
 
 @pytest.mark.parametrize("terms", [10, 300, 600, 900, 1200, 3000, 20000])

@@ -19,7 +19,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,12 @@ class Kernel:
     @functools.cached_property
     def form(self) -> _Form:
         return _Form(self.record)
+
+    @functools.cached_property
+    def overlaps(self) -> bool:
+        """Whether a launch may begin before what is before it in the stream has ended: the kernel waits itself."""
+        program = self.record.provenance.get("program", self.record.arch)
+        return catalog.overlaps(self.record.kernel, program) and device_info(self.device).driver >= _OVERLAP_DRIVER
 
 
 class _Table:
@@ -217,8 +223,8 @@ class _MapForm:
     def __init__(self, form: TensorMap) -> None:
         rank = len(form.dims)
         numbers = ctypes.c_uint32 * rank
-        self.sizes = tuple(map(expr.parse, (*form.dims, *form.strides)))  # one stride less than dimensions
-        self.array = ctypes.c_uint64 * (2 * rank - 1)
+        self.count = 2 * rank - 1  # sizes, and one stride less
+        self.array = ctypes.c_uint64 * self.count
         self.strides_at = 8 * rank
         self.head = (form.dtype, rank)
         # Elements of a box one by one; no interleaving; zeros outside.
@@ -228,7 +234,8 @@ class _MapForm:
 
 
 class _Map:
-    """A tensor map in a launch's buffer. It is encoded for the first address; then only the address is replaced, and only by another."""
+    """A tensor map in a launch's buffer, of ``sizes``: its dimensions, then strides. It is encoded for the first address; then only the
+    address is replaced, and only by another."""
 
     def __init__(self, form: _MapForm, sizes: Any, slot: int, about: str) -> None:
         self._form = form
@@ -254,6 +261,10 @@ class _Map:
         self._address = address
 
 
+#: How a scalar parameter lies in its 8-byte slot.
+_PACKED = {"float32": "f4x", "int32": "i4x", "int64": "q"}
+
+
 class _Form:
     """What all launches of a kernel share: where each parameter lies in the buffer, and how its value is computed.
 
@@ -273,22 +284,40 @@ class _Form:
         places = {p.name: _MAP_BYTES * i for i, p in enumerate(kinds["tensormap"])}
         places.update({p.name: self.slots_at + 8 * i for i, p in enumerate((*kinds["pointer"], *scalars))})
         self.places = tuple(places[p.name] for p in record.params)
-        self.maps = tuple((_MapForm(record.tensormaps[p.name]), places[p.name]) for p in kinds["tensormap"])
-        self.grid = tuple(map(expr.parse, record.grid))
-        self.scalars = tuple((p.kind, p.bind, None if p.kind == "float32" else expr.parse(p.bind)) for p in scalars)
-        self.pack_scalars = struct.Struct("<" + "".join("f4x" if p.kind == "float32" else "q" for p in scalars)).pack_into
-        self.array = ctypes.c_void_p * len(self.places)
-        self._packers: dict[tuple[str, ...], Any] = {}
+        maps = [record.tensormaps[p.name] for p in kinds["tensormap"]]
+        self.maps = tuple((_MapForm(of), places[p.name]) for of, p in zip(maps, kinds["tensormap"]))
+        # All that is computed of a call's sizes, by one function: the grid, the scalars (0 for those that come as they are), the maps.
+        self.scalars = slice(len(record.grid), len(record.grid) + len(scalars))
+        texts = [*record.grid, *("0" if p.kind == "float32" else p.bind for p in scalars)]
+        texts += [text for of in maps for text in (*of.dims, *of.strides)]
+        self.compute = expr.function(texts)
+        self.floats = tuple((i, p.bind) for i, p in enumerate(scalars) if p.kind == "float32")
+        #: tensor -> the names and dimensions of those of its strides that matter.
+        self.strides: dict[str, list[tuple[str, int]]] = {}
+        for name in sorted(expr.names(texts)):
+            tensor, _, stride = name.partition(".stride")
+            if stride.isdecimal():
+                self.strides.setdefault(tensor, []).append((name, int(stride)))
+        self.int32 = tuple((i, p.bind) for i, p in enumerate(scalars) if p.kind == "int32")
+        self.pack_scalars = struct.Struct("<" + "".join([_PACKED[p.kind] for p in scalars])).pack_into
+        self.array = ctypes.c_uint64 * len(self.places)  # addresses
+        self._given: dict[tuple[str, ...], tuple[tuple[str, ...], int, Any]] = {}
 
-    def given(self, absent: Collection[str]) -> tuple[tuple[str, ...], int, Any]:
+    def given(self, absent: tuple[str, ...]) -> tuple[tuple[str, ...], int, Any]:
         """Without the tensors in ``absent``: names of the tensors in order, how many are pointers, and what packs a launch's stream,
         attributes, their number and those pointers."""
-        tensors = tuple([name for name in self.tensors if name not in absent])
-        packer = self._packers.get(tensors)
-        if packer is None:
-            pointers = "".join(["8x" if name in absent else "Q" for name in self.tensors[: self.pointers]])
-            packer = self._packers[tensors] = struct.Struct(f"<QQQ{pointers}").pack_into
-        return tensors, sum(name not in absent for name in self.tensors[: self.pointers]), packer
+        found = self._given.get(absent)
+        if found is None:
+            tensors = tuple([name for name in self.tensors if name not in absent])
+            pointers = ["8x" if name in absent else "Q" for name in self.tensors[: self.pointers]]
+            found = self._given[absent] = tensors, pointers.count("Q"), struct.Struct(f"<QQQ{''.join(pointers)}").pack_into
+        return found
+
+
+def _check_grid(record: Record, grid: tuple[int, ...]) -> None:
+    for extent, limit, axis in zip(grid, _MAX_GRID, "xyz"):
+        if not 0 <= extent <= limit:
+            raise ValueError(f"{record.kernel}: grid {axis} would be {extent}, CUDA allows {limit}: the input is too large for one launch.")
 
 
 class Launch:
@@ -298,45 +327,47 @@ class Launch:
     ``fire`` holds a lock from filling it until the driver has returned.
     """
 
-    def __init__(self, kernel: Kernel, sizes: Mapping[str, int], floats: Mapping[str, float], absent: Collection[str] = ()) -> None:
+    def __init__(self, kernel: Kernel, sizes: Mapping[str, int], floats: Mapping[str, float], absent: tuple[str, ...] = ()) -> None:
         """Evaluates grid and scalar parameters over ``sizes`` (dimension and ``tensor.stride`` names). Tensors in ``absent`` are not
         given: their address is 0. Raises ValueError for a grid or an int32 parameter that does not fit, CorruptArtifactError for a
         record whose expressions have no value for this kernel's calls."""
         record, form = kernel.record, kernel.form
         try:
-            grid = tuple([g(sizes) for g in form.grid])
-            values = [floats[bind] if compute is None else compute(sizes) for _, bind, compute in form.scalars]
-            maps = [form.array(*[size(sizes) for size in form.sizes]) for form, _ in form.maps]
+            computed = form.compute(sizes)
+            grid, values = computed[: form.scalars.start], list(computed[form.scalars])
+            for i, bind in form.floats:
+                values[i] = floats[bind]  # type: ignore[call-overload]
         except (KeyError, ZeroDivisionError) as error:
             reason = f"sizes in its record have no value ({type(error).__name__}: {error})"
             raise CorruptArtifactError(
                 f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
             ) from None
         self.empty = 0 in grid
-        for extent, limit, axis in zip(grid, _MAX_GRID, "xyz"):
-            if not 0 <= extent <= limit:
-                raise ValueError(
-                    f"{record.kernel}: grid {axis} would be {extent}, CUDA allows {limit}: the input is too large for one launch."
-                )
+        if max(grid) > _MAX_GRID[1] or min(grid) < 0:
+            _check_grid(record, grid)
         self.kernel = kernel
         #: Names of the tensors whose addresses ``fire`` takes, in its order.
         self.tensors, self._pointers, self._fill = form.given(absent)
         self._buffer = ctypes.create_string_buffer(form.bytes + _MAP_BYTES)
         base = ctypes.addressof(self._buffer)
         start = -base % _MAP_BYTES
-        slots = start + form.slots_at
-        self._addresses = form.array(*[base + start + place for place in form.places])
-        self._maps = tuple([_Map(of, sizes, base + start + place, form.about) for (of, place), sizes in zip(form.maps, maps)])
-        for (kind, bind, _), value in zip(form.scalars, values):
-            if kind == "int32" and not -(2**31) <= value < 2**31:
-                raise ValueError(f"{record.kernel}: {bind} = {value} does not fit the kernel's 32-bit parameter.")
+        self._addresses = form.array(*map((base + start).__add__, form.places))
+        maps, at = [], form.scalars.stop
+        for of, place in form.maps:
+            maps.append(_Map(of, of.array(*computed[at : at + of.count]), base + start + place, form.about))
+            at += of.count
+        self._maps = tuple(maps)
         _CONFIG.pack_into(self._buffer, start + form.config_at, *grid, *record.block, record.dynamic_smem, 0, 0, 0)
-        form.pack_scalars(self._buffer, slots + 8 * form.pointers, *values)
+        try:
+            form.pack_scalars(self._buffer, start + form.slots_at + 8 * form.pointers, *values)
+        except struct.error:
+            for i, bind in form.int32:
+                if not -(2**31) <= values[i] < 2**31:
+                    raise ValueError(f"{record.kernel}: {bind} = {values[i]} does not fit the kernel's 32-bit parameter.") from None
+            raise
         self._lock = threading.Lock()
         self._first = start + form.config_at + _STREAM_AT
-        program = record.provenance.get("program", record.arch)
-        overlaps = catalog.overlaps(record.kernel, program) and device_info(kernel.device).driver >= _OVERLAP_DRIVER
-        self._attributes = (ctypes.addressof(_OVERLAP), 1) if overlaps else (0, 0)
+        self._attributes = (ctypes.addressof(_OVERLAP), 1) if kernel.overlaps else (0, 0)
         self._arguments = (
             ctypes.c_void_p(base + start + form.config_at),
             ctypes.c_void_p(kernel.function),

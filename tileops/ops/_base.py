@@ -10,6 +10,7 @@ import inspect
 import logging
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,7 @@ class Op:
         self.target = target
         self._plans: dict[object, _Known] = {}
         self._last: _Known | None = None
+        self._kinds: _Kinds | None = None
         self._load_known()
 
     def __init_subclass__(cls) -> None:
@@ -65,7 +67,7 @@ class Op:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles start without plans: those hold this process's handles."""
-        return {**self.__dict__, "_plans": {}, "_last": None}
+        return {**self.__dict__, "_plans": {}, "_last": None, "_kinds": None}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
@@ -89,8 +91,10 @@ class Op:
         """The tensors as targets get them: short forms that the spec does not have become the spec's."""
         return tensors
 
-    def check(self, *tensors: Tensor | None) -> None:
-        """Raises ValueError or TypeError naming the argument that is wrong, what was expected and what came."""
+    def check(self, *tensors: Tensor | None, alike: bool = False) -> None:
+        """Raises ValueError or TypeError naming the argument that is wrong, what was expected and what came.
+
+        ``alike``: only sizes and strides are other than in a call that passed."""
         raise NotImplementedError
 
     def check_builtin(self, *tensors: Tensor | None) -> None:
@@ -128,7 +132,8 @@ class Op:
             if known is not None:
                 known.learn(tensors)
         if known is None:
-            self.check(*tensors)
+            alike = self._kinds is not None and self._kinds.include(tensors)
+            self.check(*tensors, alike=alike)
             device = next(t.device for t in tensors if t is not None)
             if device.type == "meta":  # shapes and dtypes are all that is asked for
                 return self.library_call(*tensors)
@@ -136,9 +141,12 @@ class Op:
             if name != targets.BUILTIN:
                 return self._run_on(name, self.full(*tensors))
             self.check_builtin(*tensors)
-            self._check_memory(tensors)
-            with torch.cuda.device(device):
+            if 0 in addresses:
+                self._check_memory(tensors)
+            with nullcontext() if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device):
                 known = _Known(self._make_plan(tensors, device))
+            if not alike:
+                self._kinds = _Kinds(tensors)
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             self._plans[key] = known
@@ -212,6 +220,21 @@ def _modes() -> tuple[object, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), targets.default()
 
 
+class _Kinds:
+    """Tells in one look whether a call has tensors of the same kinds as one that was checked, in the same places."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self._given = [i for i, t in enumerate(tensors) if t is not None]
+        self._absent = [i for i, t in enumerate(tensors) if t is None]
+        self._modes = _modes()
+        self._same = recogniser([t for t in tensors if t is not None], exact=False)
+
+    def include(self, tensors: Sequence[Tensor | None]) -> bool:
+        if any(tensors[i] is not None for i in self._absent) or self._modes != _modes():
+            return False
+        return self._same(*[tensors[i] for i in self._given])
+
+
 class _Known:
     """A plan, and from its second call on what it takes to recognise a call of it in less time than making the call's key."""
 
@@ -229,7 +252,7 @@ class _Known:
             self._absent = [i for i, t in enumerate(tensors) if t is None]
             self._modes = _modes()
             self._alignment = [address & 15 for address in map(_address, self._given(tensors))]
-            self._same = recogniser(self._given(tensors))  # last: other threads take what they find
+            self._same = recogniser(self._given(tensors), exact=True)  # last: other threads take what they find
 
     def recognise(self, tensors: Sequence[Tensor | None]) -> list[int] | None:
         """The addresses of the tensors that are given, where the call's key is that of the plan; None where it is not or cannot be told

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Arguments:
-    """The tensors of one call, checked in order: the first use of a dimension's name sets its size, later ones must agree."""
+    """The tensors of one call, checked in order: the first use of a dimension's name sets its size, later ones must agree.
 
-    def __init__(self, **sizes: int) -> None:
-        self.sizes = dict(sizes)
+    ``alike``: a call that passed differs in sizes alone, so that nothing else needs a look.
+    """
+
+    def __init__(self, alike: bool = False) -> None:
+        self.sizes: dict[str, int] = {}
+        self._alike = alike
         self._first: tuple[str, torch.device] | None = None
 
     def __getitem__(self, name: str) -> int:
@@ -55,6 +59,9 @@ class Arguments:
 
         ``same_as`` says in the message whose dtype ``dtypes`` is.
         """
+        if self._alike:
+            self._fits(name, value, dims, or_dims)
+            return
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a tensor of shape {self._shapes(dims, or_dims)}, got {type(value).__name__}.")
         if is_batched(value):  # before the shape, in which the dimension that vmap took away is missing
@@ -65,9 +72,7 @@ class Arguments:
             raise ValueError(f"{name}: expected a strided tensor, got a nested one.")
         if value.layout != torch.strided:
             raise ValueError(f"{name}: expected a strided tensor, got layout {value.layout}.")
-        allowed = dims if or_dims is None or value.dim() != len(or_dims) else or_dims
-        if value.dim() != len(allowed) or any(self.sizes.get(d, n) != n for d, n in zip(allowed, value.shape)):
-            raise ValueError(f"{name}: expected shape {self._shapes(dims, or_dims)}, got {tuple(value.shape)}.")
+        self._fits(name, value, dims, or_dims)
         if value.dtype not in dtypes:
             whose = f" ({same_as})" if same_as else ""
             way = f" Pass {name}.to(torch.int32)." if tuple(dtypes) == INT32 and value.dtype == torch.int64 else ""  # what cumsum makes
@@ -88,7 +93,16 @@ class Arguments:
             raise ValueError(
                 f"{name}: is differentiated by torch.func, and this op is forward only; call it outside of grad, jvp and the like."
             )
-        self.sizes.update(zip(allowed, value.shape))
+
+    def _fits(self, name: str, value: Tensor, dims: Sequence[str], or_dims: Sequence[str] | None) -> None:
+        shape, sizes = value.shape, self.sizes
+        allowed = dims if or_dims is None or len(shape) != len(or_dims) else or_dims
+        if len(shape) != len(allowed):
+            raise ValueError(f"{name}: expected shape {self._shapes(dims, or_dims)}, got {tuple(shape)}.")
+        for dim, size in zip(allowed, shape):
+            if sizes.get(dim, size) != size:
+                raise ValueError(f"{name}: expected shape {self._shapes(dims, or_dims)}, got {tuple(shape)}.")
+        sizes.update(zip(allowed, shape))
 
     def optional(
         self,
@@ -136,13 +150,9 @@ def num_chunks(seqlen: int, chunk_len: int) -> int:
     return -(-seqlen // chunk_len)
 
 
-def supported(kernels: Iterable[str], **sizes: int) -> None:
-    """Raise unless every in-tree kernel named takes these sizes; keywords chunk_len (or chunk_size), d_head, d_state."""
-    _supported(tuple(kernels), **sizes)
-
-
 @functools.lru_cache(maxsize=256)  # asked again for every new shape of a model
-def _supported(kernels: tuple[str, ...], **sizes: int) -> None:
+def supported(*kernels: str, **sizes: int) -> None:
+    """Raise unless every in-tree kernel named takes these sizes; keywords chunk_len (or chunk_size), d_head, d_state."""
     fields = {"chunk_len": "Q", "chunk_size": "Q", "d_head": "P", "d_state": "N"}
     for kernel in kernels:
         for name, size in sizes.items():

@@ -45,8 +45,9 @@ def writes(out: Slot) -> bool:
 
 def _mappable(slot: Slot) -> bool:
     """Whether a tensor map can describe the slot: contiguous 16-byte aligned rows, no stride of 0 (an expanded dimension)."""
-    pitches = [s * slot.dtype.itemsize for n, s in zip(slot.shape[:-1], slot.stride[:-1]) if n > 1]
-    return slot.stride[-1] == 1 and slot.aligned(WIDE) and all(0 < pitch < _LONGEST_STRIDE for pitch in pitches)
+    longest = _LONGEST_STRIDE // slot.dtype.itemsize
+    pitched = all(0 < s < longest for n, s in zip(slot.shape[:-1], slot.stride) if n > 1)
+    return pitched and slot.stride[-1] == 1 and slot.aligned(WIDE)
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def plan_fused(
     if cu_seqlens is not None:
         cu_seqlens = packed(p, cu_seqlens)
         words = heads * head_dim * y.dtype.itemsize // 4
-        outside = replace(y, shape=(seqlen, words), stride=(words, 1), dtype=torch.int32)
+        outside = y._replace(shape=(seqlen, words), stride=(words, 1), dtype=torch.int32)
         p.launch("pack_rest", {}, {"cu_seqlens": cu_seqlens, "y": outside}, {"M": sequences + 1, "S": seqlen, "W": words})
     flags = {
         SOFTPLUS: dt_softplus,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,12 +28,12 @@ def plan_gate(p: Planner, y: Slot, x: Slot, D: Slot | None, z: Slot | None, rows
     def split(slot: Slot | None) -> Slot | None:
         if slot is None:
             return None
-        return replace(slot, shape=(*slot.shape[:3], head_dim // width, width), stride=(*slot.stride[:3], width, 1))
+        return slot._replace(shape=(*slot.shape[:3], head_dim // width, width), stride=(*slot.stride[:3], width, 1))
 
     tensors = {"y": split(y), "x": split(x if D is not None else None), "z": split(z), "D": None, "rows": rows, "out": split(out)}
     if D is not None:
         step = D.stride[1] if len(D.shape) == 2 else 0
-        tensors["D"] = replace(D, shape=(heads, head_dim // width, width), stride=(D.stride[0], step * width, step))
+        tensors["D"] = D._replace(shape=(heads, head_dim // width, width), stride=(D.stride[0], step * width, step))
     parts = _ALWAYS + _SKIP * (D is not None) + _GATE * (z is not None) + _PACK * (rows is not None)
     p.launch(
         "gate",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,4 +30,4 @@ def all_aligned(*slots: Slot) -> bool:
 
 def expanded(slot: Slot, shape: Sequence[int]) -> Slot:
     """``slot``, given without its last dimensions, as a view of this shape with strides of 0 in them."""
-    return replace(slot, shape=tuple(shape), stride=slot.stride + (0,) * (len(shape) - len(slot.shape)))
+    return slot._replace(shape=tuple(shape), stride=slot.stride + (0,) * (len(shape) - len(slot.shape)))

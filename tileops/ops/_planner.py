@@ -7,12 +7,11 @@ launches: no checks, no arithmetic over sizes.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,14 +26,15 @@ _WORKSPACE_ALIGNMENT = 256
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides in elements of a contiguous tensor of this shape."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides)) if shape else ()
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(strides[::-1])
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """A tensor of a plan: an input, an output or a piece of the workspace."""
 
     base: int  # index of the memory it lies in: inputs, then outputs, then the workspace
@@ -46,23 +46,25 @@ class Slot:
 
     def aligned(self, nbytes: int) -> bool:
         """Whether every row starts at a multiple of ``nbytes``: base address, and all strides but the last."""
+        if self.base_alignment % nbytes or self.offset % nbytes:
+            return False
         size = self.dtype.itemsize
-        pitches = (s * size for n, s in zip(self.shape[:-1], self.stride[:-1]) if n > 1)
-        return math.gcd(self.base_alignment, self.offset) % nbytes == 0 and all(p % nbytes == 0 for p in pitches)
+        return not any(s * size % nbytes for n, s in zip(self.shape[:-1], self.stride) if n > 1)
 
     def is_contiguous(self) -> bool:
-        return all(n <= 1 or s == c for n, s, c in zip(self.shape, self.stride, contiguous_strides(self.shape)))
+        contiguous = contiguous_strides(self.shape)
+        return self.stride == contiguous or all(n <= 1 or s == c for n, s, c in zip(self.shape, self.stride, contiguous))
 
     def last(self) -> Slot:
         """The view of index -1 in the last dimension."""
         skip = max(self.shape[-1] - 1, 0) * self.stride[-1] * self.dtype.itemsize
-        return replace(self, offset=self.offset + skip, shape=self.shape[:-1], stride=self.stride[:-1])
+        return self._replace(offset=self.offset + skip, shape=self.shape[:-1], stride=self.stride[:-1])
 
     def view(self, shape: Sequence[int]) -> Slot:
         """The same contiguous memory with another shape."""
         if not self.is_contiguous() or math.prod(shape) != math.prod(self.shape):
             raise ValueError(f"a slot of shape {self.shape}, strides {self.stride} has no view of shape {tuple(shape)}")
-        return replace(self, shape=tuple(shape), stride=contiguous_strides(shape))
+        return self._replace(shape=tuple(shape), stride=contiguous_strides(shape))
 
 
 class Plan:
@@ -71,8 +73,10 @@ class Plan:
     def __init__(self, planner: Planner, outputs: Slot | tuple[Slot, ...]) -> None:
         self.device = planner.device
         self.ordinal: int = planner.device.index
-        made = [*planner.outputs, *([((planner.workspace_bytes,), torch.uint8)] if planner.workspace_bytes else [])]
-        self._made = tuple([(shape, contiguous_strides(shape), dtype) for shape, dtype in made])
+        made = [(slot.shape, slot.stride, slot.dtype) for slot in planner.outputs]
+        if planner.workspace_bytes:
+            made.append(((planner.workspace_bytes,), (1,), torch.uint8))
+        self._made = tuple(made)
         # Memories are inputs, outputs, workspace; the addresses of a call are those of them that there are, then of places within one.
         count = planner.inputs + len(made)
         there = [base for base in range(count) if base >= planner.inputs or planner.slots[base] is not None]
@@ -88,9 +92,9 @@ class Plan:
         )
         self._inside = tuple(inside)
         self._densify = tuple([(base, position[base], more) for base, more in planner.densify.items()])
-        slots = outputs if isinstance(outputs, tuple) else (outputs,)
+        self._single = isinstance(outputs, Slot)
+        slots: Iterable[Slot] = (outputs,) if isinstance(outputs, Slot) else outputs
         self._returned = tuple([s.base for s in slots])
-        self._single = not isinstance(outputs, tuple)
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Tensor | tuple[Tensor, ...]:
         """Runs on the current stream of the tensors' device, which is the current device.
@@ -141,11 +145,10 @@ class Planner:
         self.device = device
         self.inputs = len(tensors)
         self.densify: dict[int, tuple[int, ...]] = {}  # inputs copied at each call -> dimensions they are expanded by
-        self.outputs: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self.outputs: list[Slot] = []
         self.steps: list[_Step] = []
         self._workspace_offset = 0
-        self._given = tuple(() if t is None else tuple(t.shape) for t in tensors)
-        self.slots = tuple(None if t is None else _slot_of(i, t) for i, t in enumerate(tensors))
+        self.slots = tuple([None if t is None else _slot_of(i, t) for i, t in enumerate(tensors)])
 
     @property
     def workspace_bytes(self) -> int:
@@ -162,8 +165,9 @@ class Planner:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Slot:
         """A fresh contiguous tensor that the call returns."""
-        self.outputs.append((tuple(shape), dtype))
-        return Slot(self.inputs + len(self.outputs) - 1, 0, tuple(shape), contiguous_strides(shape), dtype, _WORKSPACE_ALIGNMENT)
+        slot = Slot(self.inputs + len(self.outputs), 0, tuple(shape), contiguous_strides(shape), dtype, _WORKSPACE_ALIGNMENT)
+        self.outputs.append(slot)
+        return slot
 
     def workspace(self, shape: Sequence[int], dtype: torch.dtype) -> Slot:
         """Contiguous memory that lives for the call; its content is undefined."""
@@ -180,9 +184,11 @@ class Planner:
 
     def copied(self, slot: Slot) -> Slot:
         """A contiguous, aligned copy of an input, made at each call; of an input ``expanded`` to more dimensions, in its full shape."""
-        given = self._given[slot.base]
-        self.densify[slot.base] = slot.shape[len(given) :] if slot.shape[: len(given)] == given else ()
-        return replace(slot, stride=contiguous_strides(slot.shape), base_alignment=_WORKSPACE_ALIGNMENT)
+        given = self.slots[slot.base]
+        assert given is not None
+        rank = len(given.shape)
+        self.densify[slot.base] = slot.shape[rank:] if slot.shape[:rank] == given.shape else ()
+        return slot._replace(stride=contiguous_strides(slot.shape), base_alignment=_WORKSPACE_ALIGNMENT)
 
     def launch(
         self,
@@ -193,31 +199,33 @@ class Planner:
         floats: dict[str, float] | None = None,
     ) -> None:
         """Adds a launch. ``tensors`` by the kernel's parameter names, None for one that the kernel takes as optional and that
-        is not given; strides are bound from them as ``name.stride<i>``."""
+        is not given; strides are bound from them as ``name.stride<i>``, 0 for one that is not given."""
         if 0 in dims.values():
             return  # nothing to compute; the op has filled what a zero size still defines
         loaded = _resolve.obtain(kernel, values, self.device.index)
-        record = loaded.record
-        placed: dict[str, Slot | None] = {}
+        record, strides = loaded.record, loaded.form.strides
+        placed: dict[str, Slot] = {}
+        absent = []
         sizes = dict(dims)
         for name, slot in tensors.items():
             if slot is None:
                 if name not in record.optional:
                     raise ValueError(f"{kernel}: {name} is not optional.")
-                placed[name] = None
-                sizes.update(dict.fromkeys(_stride_names(name), 0))
+                absent.append(name)
+                for stride, _ in strides.get(name, ()):
+                    sizes[stride] = 0
                 continue
             nbytes = record.alignment.get(name, 1)
-            if not _starts_aligned(slot, nbytes):
+            if slot.base_alignment % nbytes or slot.offset % nbytes:
                 slot = self._realigned(slot, nbytes, f"{kernel}: {name}")
             placed[name] = slot
-            # The stride of a dimension of size 1 is arbitrary in torch; the kernel may assume that it is a multiple of 16 bytes.
-            sizes.update(zip(_stride_names(name), [s if n > 1 else 0 for n, s in zip(slot.shape, slot.stride)]))
-        launch = Launch(loaded, sizes, floats or {}, absent=[name for name, slot in placed.items() if slot is None])
-        if launch.empty:
-            return
-        slots = [slot for slot in map(placed.get, launch.tensors) if slot is not None]
-        self.steps.append(_Step(launch.fire, slots))
+            for stride, i in strides.get(name, ()):
+                # The stride of a dimension of size 1 is arbitrary in torch; the kernel may assume that it is a multiple of 16 bytes.
+                if i < len(slot.shape):
+                    sizes[stride] = slot.stride[i] if slot.shape[i] > 1 else 0
+        launch = Launch(loaded, sizes, floats or {}, tuple(absent))
+        if not launch.empty:
+            self.steps.append(_Step(launch.fire, [placed[name] for name in launch.tensors]))
 
     def _realigned(self, slot: Slot, nbytes: int, what: str) -> Slot:
         """A copy of ``slot``, of which the kernel needs a better aligned start (a small vector cut out of a larger one)."""
@@ -249,18 +257,6 @@ def _shaped(tensor: Tensor, slot: Slot) -> Tensor:
 
 #: Base index of the workspace: last in the list of memories.
 _WORKSPACE = -1
-
-#: Dimensions of the tensors that kernels take, at most.
-_MAX_RANK = 6
-
-
-@functools.lru_cache(maxsize=64)
-def _stride_names(tensor: str) -> tuple[str, ...]:
-    return tuple([f"{tensor}.stride{i}" for i in range(_MAX_RANK)])
-
-
-def _starts_aligned(slot: Slot, nbytes: int) -> bool:
-    return math.gcd(slot.base_alignment, slot.offset) % nbytes == 0
 
 
 def _slot_of(index: int, tensor: Tensor) -> Slot:

@@ -9,7 +9,7 @@ With seq_idx the tokens stay where they are: sums over a chunk leave out the pai
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,9 +54,9 @@ class Pack:
             "pack_rows",
             {"aligned": width > 1},
             {
-                "source": replace(source, shape=(self.seqlen, *tail), stride=stride),
+                "source": source._replace(shape=(self.seqlen, *tail), stride=stride),
                 "tokens": self.tokens,
-                "out": replace(out, shape=(length, *tail), stride=contiguous_strides((length, *tail))),
+                "out": out._replace(shape=(length, *tail), stride=contiguous_strides((length, *tail))),
             },
             {"S": self.seqlen, "R": length, "A": tail[0], "D": tail[1]},
         )

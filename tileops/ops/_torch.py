@@ -28,13 +28,15 @@ deterministic: Callable[[], bool] = getattr(torch._C, "_get_deterministic_algori
 allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(_guards, "_empty_strided_cuda", empty_strided)
 
 
-def recogniser(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function that says of as many arguments whether they are tensors like these: class, shape, strides, dtype, device, lazy negation,
-    inference mode, and none that requires grad where grad is enabled. It says yes of no others, and may say no of some that are.
+def recogniser(tensors: Sequence[Tensor], exact: bool) -> Callable[..., bool]:
+    """A function that says of as many arguments whether they are tensors like these: class, rank, dtype, device, lazy negation,
+    inference mode, none that requires grad where grad is enabled, and with ``exact`` shape and strides. It says yes of no others, and may
+    say no of some that are.
 
     Always no where torch has no such test. Whether grad is enabled and inference mode is on is for the caller to compare.
     """
-    shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    shapes = [list(t.shape) if exact else [None] * t.dim() for t in tensors]
+    strides = [list(t.stride()) if exact else [None] * t.dim() for t in tensors]
     try:
         check: Callable[..., bool] = _guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
     except (AttributeError, TypeError, RuntimeError):

@@ -68,16 +68,16 @@ class SSDChunkCouplingFwdOp(Op):
         batch, seqlen, groups, _ = C_mat.shape
         return C_mat.new_empty((batch, -(-seqlen // chunk_len), groups, chunk_len, chunk_len))
 
-    def check(self, *tensors: Any) -> None:
+    def check(self, *tensors: Any, alike: bool = False) -> None:
         C_mat, B_mat = tensors
-        a = _checks.Arguments()
+        a = _checks.Arguments(alike)
         a.tensor("C_mat", C_mat, ("batch", "seqlen", "n_groups", "d_state"), _checks.INPUT_DTYPES)
         a.at_least_one("n_groups", "d_state")
         a.tensor("B_mat", B_mat, ("batch", "seqlen", "n_groups", "d_state"), (C_mat.dtype,), "that of C_mat")
 
     def check_builtin(self, *tensors: Any) -> None:
         _checks.half("C_mat", tensors[0].dtype)
-        _checks.supported(["chunk_coupling"], chunk_len=self.chunk_len, d_state=tensors[0].shape[-1])
+        _checks.supported("chunk_coupling", chunk_len=self.chunk_len, d_state=tensors[0].shape[-1])
 
     def kernels(self) -> list[tuple[str, dict[str, Value]]]:
         return [("chunk_coupling", {"Q": self.chunk_len, "cb_float32": False})]

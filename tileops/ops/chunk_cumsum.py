@@ -108,16 +108,16 @@ class SSDChunkCumsumFwdOp(Op):
         shape = (dt.shape[0], dt.shape[2], -(-dt.shape[1] // chunk_len), chunk_len)
         return dt.new_empty(shape, dtype=out_dtype), dt.new_empty(shape)
 
-    def check(self, *tensors: Any) -> None:
+    def check(self, *tensors: Any, alike: bool = False) -> None:
         dt, A, dt_bias = tensors
-        a = _checks.Arguments()
+        a = _checks.Arguments(alike)
         a.tensor("dt", dt, ("batch", "seq_len", "n_heads"), _checks.FLOAT32)
         a.at_least_one("n_heads")
         a.tensor("A", A, ("n_heads",), _checks.FLOAT32)
         a.optional("dt_bias", dt_bias, ("n_heads",), _checks.FLOAT32)
 
     def check_builtin(self, *tensors: Any) -> None:
-        _checks.supported(["chunk_cumsum"], chunk_len=self.chunk_len)
+        _checks.supported("chunk_cumsum", chunk_len=self.chunk_len)
 
     def kernels(self) -> list[tuple[str, dict[str, Value]]]:
         return [("chunk_cumsum", {"Q": self.chunk_len, "out_dtype": _checks.dtype_name(self.out_dtype)})]

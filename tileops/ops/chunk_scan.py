@@ -68,9 +68,9 @@ class SSDChunkScanFwdOp(Op):
     def empty(x: Tensor, cb: Tensor, dA_cumsum: Tensor, C: Tensor, prev_states: Tensor, dt: Tensor) -> Tensor:
         return x.new_empty(x.shape, dtype=torch.float32)
 
-    def check(self, *tensors: Any) -> None:
+    def check(self, *tensors: Any, alike: bool = False) -> None:
         x, cb, dA_cumsum, C, prev_states, dt = tensors
-        a = _checks.Arguments()
+        a = _checks.Arguments(alike)
         a.tensor("x", x, ("batch", "seqlen", "n_heads", "d_head"), _checks.INPUT_DTYPES)
         if isinstance(C, Tensor) and C.dim() == 4:
             a.sizes["n_groups"] = C.shape[2]  # C's group count is the call's; it tells a cb per head from a cb per group
@@ -89,7 +89,7 @@ class SSDChunkScanFwdOp(Op):
     def check_builtin(self, *tensors: Any) -> None:
         x, cb, _, C = tensors[:4]
         _checks.half("x", x.dtype)
-        _checks.supported(["chunk_scan"], chunk_len=cb.shape[-1], d_head=x.shape[-1], d_state=C.shape[-1])
+        _checks.supported("chunk_scan", chunk_len=cb.shape[-1], d_head=x.shape[-1], d_state=C.shape[-1])
 
     def kernels(self) -> list[tuple[str, dict[str, Value]]]:
         return [("chunk_scan", {"cb_float32": False})]

@@ -69,9 +69,9 @@ class SSDChunkStateFwdOp(Op):
     def empty(x: Tensor, Bmat: Tensor, dt: Tensor, dA_cumsum: Tensor, seq_idx: Tensor | None) -> Tensor:
         return x.new_empty((x.shape[0], dt.shape[2], *x.shape[2:], Bmat.shape[3]), dtype=torch.float32)
 
-    def check(self, *tensors: Any) -> None:
+    def check(self, *tensors: Any, alike: bool = False) -> None:
         x, Bmat, dt, dA_cumsum, seq_idx = tensors
-        a = _checks.Arguments()
+        a = _checks.Arguments(alike)
         a.tensor("x", x, ("batch", "seq_len", "n_heads", "d_head"), _checks.INPUT_DTYPES)
         a.tensor("Bmat", Bmat, ("batch", "seq_len", "n_groups", "d_state"), (x.dtype,), "that of x")
         a.at_least_one("n_heads", "d_head", "n_groups", "d_state")
@@ -85,7 +85,7 @@ class SSDChunkStateFwdOp(Op):
     def check_builtin(self, *tensors: Any) -> None:
         x, Bmat, dt = tensors[:3]
         _checks.half("x", x.dtype)
-        _checks.supported(["chunk_state"], chunk_len=dt.shape[-1], d_head=x.shape[-1], d_state=Bmat.shape[-1])
+        _checks.supported("chunk_state", chunk_len=dt.shape[-1], d_head=x.shape[-1], d_state=Bmat.shape[-1])
 
     def kernels(self) -> list[tuple[str, dict[str, Value]]]:
         return [("chunk_state", {})]

@@ -169,10 +169,10 @@ class Mamba2FwdOp(Op):
         y = x.new_empty(x.shape, dtype=out_dtype or torch.float32)
         return y, x.new_empty((chains, *x.shape[2:], B.shape[3]), dtype=torch.float32)
 
-    def check(self, *tensors: Any) -> None:
+    def check(self, *tensors: Any, alike: bool = False) -> None:
         x, dt, A, B, C, dt_bias, initial_states, D, z, seq_idx, cu_seqlens, out = tensors
         token = ("batch", "seqlen", "n_heads", "d_head")
-        a = _checks.Arguments()
+        a = _checks.Arguments(alike)
         a.tensor("x", x, token, _checks.INPUT_DTYPES)
         a.at_least_one("n_heads", "d_head")
         a.tensor("dt", dt, ("batch", "seqlen", "n_heads"), _checks.FLOAT32)
@@ -211,8 +211,7 @@ class Mamba2FwdOp(Op):
     def check_builtin(self, *tensors: Any) -> None:
         x, B = tensors[0], tensors[3]
         _checks.half("x", x.dtype)
-        stages = [name for name, _ in self.kernels()]
-        _checks.supported(stages, chunk_size=self.chunk_size, d_head=x.shape[-1], d_state=B.shape[-1])
+        _checks.supported("fused_main", "chunk_scan", chunk_size=self.chunk_size, d_head=x.shape[-1], d_state=B.shape[-1])
 
     def kernels(self) -> list[tuple[str, dict[str, Value]]]:
         Q = self.chunk_size

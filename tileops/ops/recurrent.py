@@ -130,9 +130,9 @@ class SSDRecurrentFwdOp(Op):
         defaults = {"dt_softplus": False, "out_dtype": torch.float32}
         return {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}
 
-    def check(self, *tensors: Any) -> None:
+    def check(self, *tensors: Any, alike: bool = False) -> None:
         A, dt, x, B_in, C_in, state, D, z, dt_bias, indices, out = tensors
-        a = _checks.Arguments()
+        a = _checks.Arguments(alike)
         per_head, per_element = ("n_heads",), ("n_heads", "d_head")
         a.tensor("A", A, ("n_heads", "d_head", "d_state"), _checks.FLOAT32, or_dims=per_head)
         a.at_least_one("n_heads")
@@ -161,7 +161,7 @@ class SSDRecurrentFwdOp(Op):
     def check_builtin(self, *tensors: Any) -> None:
         x, B_in = tensors[2:4]
         _checks.half("x", x.dtype)
-        _checks.supported(["recurrent"], d_head=x.shape[2], d_state=B_in.shape[2])
+        _checks.supported("recurrent", d_head=x.shape[2], d_state=B_in.shape[2])
 
     def full(self, *tensors: Tensor | None) -> Sequence[Tensor | None]:
         A, dt, x, B_in, C_in, state, D, z, dt_bias, indices, out = tensors

@@ -65,9 +65,9 @@ class SSDStatePassingFwdOp(Op):
     def empty(states: Tensor, dA_chunk_cumsum: Tensor, initial_states: Tensor | None) -> tuple[Tensor, Tensor]:
         return states.new_empty(states.shape), states.new_empty((states.shape[0], *states.shape[2:]))
 
-    def check(self, *tensors: Any) -> None:
+    def check(self, *tensors: Any, alike: bool = False) -> None:
         states, dA_chunk_cumsum, initial_states = tensors
-        a = _checks.Arguments()
+        a = _checks.Arguments(alike)
         a.tensor("states", states, ("batch", "num_chunks", "n_heads", "d_state"), _checks.FLOAT32)
         a.at_least_one("n_heads", "d_state")
         a.tensor("dA_chunk_cumsum", dA_chunk_cumsum, ("batch", "n_heads", "num_chunks"), _checks.FLOAT32)

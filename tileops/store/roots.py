@@ -161,8 +161,9 @@ def deep_fault(artifact: Artifact) -> tuple[str, str] | None:
     """(kind, reason) of what digests do not show: expressions outside the grammar, a cubin for another arch. None: nothing."""
     record = artifact.record
     try:
-        for text in (*record.grid, *(param.bind for param in record.params if param.kind != "pointer")):
-            expr.parse(text)
+        maps = (text for form in record.tensormaps.values() for text in (*form.dims, *form.strides))
+        for text in (*record.grid, *(param.bind for param in record.params if param.kind != "pointer"), *maps):
+            expr.check(text)
     except (CorruptArtifactError, RecursionError) as error:
         return "schema", f"record: {error}"
     try:
