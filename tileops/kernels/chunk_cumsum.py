@@ -22,10 +22,10 @@ OPTIONAL = ("dt_bias",)
 
 SOURCE = r"""
 static __device__ __forceinline__ float tileops_softplus(float v) {
-  // u = exp(-|v|) = 2**-y: what rounding took from y is put back, so that u keeps its digits however small it is.
-  float a = fminf(fabsf(v), 120.f), y = a * 1.44269502f, u, r;
-  float rest = __fmaf_rn(a, -1.92596299e-8f, __fmaf_rn(a, -1.44269502f, y));
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(u) : "f"(-y));
+  // u = exp(-|v|) = 2**y: what rounding took from y is put back, so that u keeps its digits however small it is.
+  float a = fminf(fabsf(v), 120.f), y = a * -1.44269502f, u, r;
+  float rest = __fmaf_rn(a, -1.92596299e-8f, __fmaf_rn(a, -1.44269502f, -y));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(u) : "f"(y));
   u = __fmaf_rn(u, rest * 0.693147181f, u);
   // log1p(u) = 2 artanh(s), s = u / (2 + u) up to 1/3: s times a minimax polynomial in s**2.
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(2.f + u));
@@ -35,12 +35,12 @@ static __device__ __forceinline__ float tileops_softplus(float v) {
   return v <= 20.f ? r : v;  // NaN is v
 }
 // The CTA may be there while the kernel before it in the stream still runs: nothing is read before that one has ended, and not through the
-// read-only path. Then the next one may come.
-static __device__ __forceinline__ const float* tileops_begin(const float* p) {
+// read-only path. Then the next one may come; of a grid with more than a CTA or two an SM, at once.
+static __device__ __forceinline__ void tileops_begin() {
 #if OVERLAP
-  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" : "+l"(p) :: "memory");
+  if (gridDim.x >= 256) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-  return p;
 }
 // *p, or 0 where it is not ``real``: predicated, no branch.
 static __device__ __forceinline__ float tileops_value(const float* p, bool real) {
@@ -51,7 +51,7 @@ static __device__ __forceinline__ float tileops_value(const float* p, bool real)
 static __device__ __forceinline__ float tileops_of_head(const float* p, int h) { return tileops_value(p + h, p != nullptr); }
 // A kernel's first loads: COUNT, ROWS tokens apart, all in flight together; 0 from ``left`` tokens on.
 static __device__ __forceinline__ void tileops_column(float* v, const float* p, long long pitch, int left) {
-  p = tileops_begin(p);
+  tileops_begin();
 #pragma unroll
   for (int i = 0; i < COUNT; i++, p += ROWS * pitch) v[i] = tileops_value(p, i * ROWS < left);
 }
@@ -77,8 +77,17 @@ static __device__ __forceinline__ float tileops_before(float v, int lane) {
   float up = __shfl_up_sync(0xffffffffu, v, 1, LANES);
   return lane > 0 ? up : 0.f;
 }
+template <typename E> static __device__ __forceinline__ void tileops_put(E* p, long long at, const float* v) {
+  struct alignas(4 * sizeof(E)) Four { E e[4]; };
+#pragma unroll
+  for (int i = 0; i < FOURS; i++)
+    *reinterpret_cast<Four*>(p + at + i * 4 * LANES) = Four{{(E)v[4 * i], (E)v[4 * i + 1], (E)v[4 * i + 2], (E)v[4 * i + 3]}};
+}
 static __device__ __forceinline__ float tileops_of(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane, LANES); }
 """
+
+#: Largest float32.
+MOST = 3.4028234663852886e38
 
 #: 2 artanh(s) / s in powers of s**2.
 ATANH = (2.0, 0.66666317, 0.4002491, 0.27960604, 0.28178334)
@@ -102,6 +111,7 @@ def program(*, arch: str, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
     names = {
         "LANES": lanes,
         "COUNT": count,
+        "FOURS": fours,
         "ROWS": threads // heads,
         "OVERLAP": int(arch not in ("sm_80", "sm_86", "sm_89")),
         **{f"ATANH{i}": f"{c!r}f" for i, c in enumerate(ATANH)},
@@ -118,7 +128,18 @@ def program(*, arch: str, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
         return T.Select(v > high, high, v) if k._cpu else T.call_extern("float32", "tileops_at_most", v, high)
 
     @T.macro
-    def made(part, values, given, bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, h, lane):
+    def stored(part, out, at, b, h, c, lane):
+        """A thread's fours, of which the first is element ``at`` of ``out``."""
+        if h < H:
+            if k._cpu:
+                for i in T.unroll(fours):
+                    for e in T.vectorized(4):
+                        out[b, h, c, (i * lanes + lane) * 4 + e] = part[i * 4 + e]
+            else:
+                T.evaluate(T.call_extern("handle", "tileops_put", T.address_of(out[0, 0, 0, 0]), at, T.address_of(part[0])))
+
+    @T.macro
+    def made(part, values, given, bias, dt_min, dt_max, softplus, limited, lowest, dt_out, at, first, b, c, h, lane):
         """A thread's dt_out, and in ``part`` the sums over each of its fours."""
         # A rate of -inf becomes a finite one: a dt of 0 adds nothing, and 0 * -inf is NaN.
         rate = T.alloc_var("float32", init=at_least(given, k.LOWEST))
@@ -130,15 +151,13 @@ def program(*, arch: str, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
         if softplus != 0.0:
             for i in T.unroll(fours * 4):
                 part[i] = softplus_of(part[i])
-        for i in T.unroll(fours * 4):
-            part[i] = at_most(at_least(part[i], dt_min), dt_max)
+        if limited:
+            for i in T.unroll(fours * 4):
+                part[i] = at_most(at_least(part[i], dt_min), dt_max)
         if c * Q + Q > S:
             for i in T.unroll(fours * 4):
                 part[i] = T.Select(c * Q + (i // 4 * lanes + lane) * 4 + i % 4 < S, part[i], 0.0)
-        if first + h < H:
-            for i in T.unroll(fours):
-                for e in T.vectorized(4):
-                    dt_out[b, first + h, c, (i * lanes + lane) * 4 + e] = part[i * 4 + e]
+        stored(part, dt_out, at, b, first + h, c, lane)
         for i in T.unroll(fours * 4):
             part[i] = at_least(part[i] * rate, lowest)
         for i in T.unroll(fours):
@@ -146,7 +165,7 @@ def program(*, arch: str, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
                 part[i * 4 + e + 1] = part[i * 4 + e] + part[i * 4 + e + 1]
 
     @T.macro
-    def put(part, before, dA_cumsum, first, b, c, h, lane):
+    def put(part, before, dA_cumsum, at, first, b, c, h, lane):
         for i in T.unroll(fours):
             for e in T.unroll(4):
                 part[i * 4 + e] = before[i] + part[i * 4 + e]
@@ -161,10 +180,7 @@ def program(*, arch: str, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
                 final = T.call_extern("float32", "tileops_of", final, last // 4 % lanes)
                 for i in T.unroll(fours * 4):
                     part[i] = T.Select((i // 4 * lanes + lane) * 4 + i % 4 > last, final, part[i])
-        if first + h < H:
-            for i in T.unroll(fours):
-                for e in T.vectorized(4):
-                    dA_cumsum[b, first + h, c, (i * lanes + lane) * 4 + e] = part[i * 4 + e]
+        stored(part, dA_cumsum, at, b, first + h, c, lane)
 
     @T.prim_func
     def chunk_cumsum(
@@ -196,6 +212,9 @@ def program(*, arch: str, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
             before = T.alloc_local((fours,), "float32")
             rate = T.alloc_var("float32", init=0.0)
             bias = T.alloc_var("float32", init=0.0)
+            at = T.alloc_var("int64", init=0)
+            # softplus is not below 0
+            limited = T.alloc_var("bool", init=T.Or(dt_max <= MOST, T.Or(dt_min > 0.0, softplus == 0.0)))
             total = T.alloc_var("float32", init=0.0)
             whole = T.alloc_var("float32", init=0.0)
             if k._cpu:
@@ -207,19 +226,19 @@ def program(*, arch: str, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
                     rate = A[T.min(first + h, H - 1)]
                     if T.Not(T.isnullptr(dt_bias.data)):
                         bias = dt_bias[T.min(first + h, H - 1)]
-                    made(part, values, rate, bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, h, lane)
+                    made(part, values, rate, bias, dt_min, dt_max, softplus, limited, lowest, dt_out, at, first, b, c, h, lane)
                     for i in T.unroll(fours):
                         totals[h, i * lanes + lane] = part[i * 4 + 3]
                 for h, lane in T.grid(heads, lanes):
                     rate = A[T.min(first + h, H - 1)]
                     if T.Not(T.isnullptr(dt_bias.data)):
                         bias = dt_bias[T.min(first + h, H - 1)]
-                    made(part, values, rate, bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, h, lane)
+                    made(part, values, rate, bias, dt_min, dt_max, softplus, limited, lowest, dt_out, at, first, b, c, h, lane)
                     for i in T.unroll(fours):
                         before[i] = 0.0
                         for j in T.serial(i * lanes + lane):
                             before[i] = before[i] + totals[h, j]
-                    put(part, before, dA_cumsum, first, b, c, h, lane)
+                    put(part, before, dA_cumsum, at, first, b, c, h, lane)
             else:
                 for t in T.Parallel(threads):
                     T.evaluate(
@@ -237,13 +256,16 @@ def program(*, arch: str, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
                     for i in T.unroll(count):
                         values[t % heads, i * (threads // heads) + t // heads] = raw[i]
                 for t in T.Parallel(threads):
-                    made(part, values, rate, bias, dt_min, dt_max, softplus, lowest, dt_out, first, b, c, t // lanes, t % lanes)
+                    at = ((T.cast(b, "int64") * H + first + t // lanes) * C + c) * Q + t % lanes * 4
+                    made(
+                        part, values, rate, bias, dt_min, dt_max, softplus, limited, lowest, dt_out, at, first, b, c, t // lanes, t % lanes
+                    )
                     whole = 0.0
                     for i in T.unroll(fours):
                         total = T.call_extern("float32", "tileops_sum", part[i * 4 + 3], t % lanes)
                         before[i] = whole + T.call_extern("float32", "tileops_before", total, t % lanes)
                         if i + 1 < fours:
                             whole = T.call_extern("float32", "tileops_of", total, lanes - 1)
-                    put(part, before, dA_cumsum, first, b, c, t // lanes, t % lanes)
+                    put(part, before, dA_cumsum, at, first, b, c, t // lanes, t % lanes)
 
     return k.complete(chunk_cumsum)
