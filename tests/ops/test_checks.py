@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tileops import mamba
-from tileops.ops import _checks
+from tileops.ops import _base, _checks
 
 B, S, H, P, N, G, Q, C = 2, 100, 8, 16, 32, 2, 64, 2
 BF16, F32 = torch.bfloat16, torch.float32
@@ -223,8 +223,15 @@ def other(op: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     ],
 )
 def test_wrong_sizes(op, name, shape, message):
+    given = {**good(op), name: other(op, name, shape)}
     with pytest.raises(ValueError, match=f"^{re.escape(f'{name}: {message}')}$"):
-        build(op)(**{**good(op), name: other(op, name, shape)})
+        build(op)(**given)
+    # Where a good call of the same kinds of tensors came before, sizes are all that is looked at.
+    seen, now = ([t if t is None else t.clone() for t in call.values()] for call in (good(op), given))
+    alike = _base._Kinds(seen).include(now)
+    assert alike == (len(shape) == good(op)[name].dim())
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name}: {message}')}$"):
+        build(op).check(*now, alike=alike)
 
 
 @pytest.mark.parametrize(

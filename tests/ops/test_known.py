@@ -43,28 +43,42 @@ def test_equal_calls_are_recognised():
     assert _base._signature(first) == _base._signature(tensors())
 
 
-@pytest.mark.parametrize(
-    "call",
-    {
-        "shape": changed(t0=torch.zeros(4, 6, 9)),
-        "rank": changed(t0=torch.zeros(4, 48)),
-        "strides": changed(t0=torch.zeros(4, 8, 6).transpose(1, 2)),
-        "expanded": changed(t3=torch.zeros(1).expand(8)),
-        "dtype": changed(t1=torch.zeros(4, 6, dtype=torch.float16)),
-        "device": changed(t0=torch.zeros(4, 6, 8, device="meta")),
-        "alignment": changed(t0=torch.zeros(4 * 6 * 8 + 1)[1:].view(4, 6, 8)),
-        "negated": changed(t3=torch._neg_view(torch.zeros(8))),
-        "requires grad": changed(t3=torch.zeros(8, requires_grad=True)),
-        "sparse": changed(t3=torch.zeros(8).to_sparse()),
-        "none more": changed(t2=torch.zeros(8)),
-        "another one": changed(t2=torch.zeros(8), t3=None),
-        "one less": changed(t3=None),
-        "no tensor": changed(t3=[0.0] * 8),
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_others_are_not(call):
-    assert not recognised(learnt(tensors()), call[1])
+OTHERS = {
+    "shape": changed(t0=torch.zeros(4, 6, 9)),
+    "rank": changed(t0=torch.zeros(4, 48)),
+    "strides": changed(t0=torch.zeros(4, 8, 6).transpose(1, 2)),
+    "expanded": changed(t3=torch.zeros(1).expand(8)),
+    "dtype": changed(t1=torch.zeros(4, 6, dtype=torch.float16)),
+    "device": changed(t0=torch.zeros(4, 6, 8, device="meta")),
+    "alignment": changed(t0=torch.zeros(4 * 6 * 8 + 1)[1:].view(4, 6, 8)),
+    "negated": changed(t3=torch._neg_view(torch.zeros(8))),
+    "requires grad": changed(t3=torch.zeros(8, requires_grad=True)),
+    "sparse": changed(t3=torch.zeros(8).to_sparse()),
+    "none more": changed(t2=torch.zeros(8)),
+    "another one": changed(t2=torch.zeros(8), t3=None),
+    "one less": changed(t3=None),
+    "no tensor": changed(t3=[0.0] * 8),
+}
+#: Of those, what differs in sizes, strides and addresses alone.
+SIZES = ("shape", "strides", "expanded", "alignment")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_not(name):
+    assert not recognised(learnt(tensors()), OTHERS[name])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_kinds_are_all_but_sizes_strides_and_addresses(name):
+    kinds = _base._Kinds(tensors())
+    assert kinds.include(tensors())
+    assert kinds.include(OTHERS[name]) == (name in SIZES)
+
+
+def test_modes_are_part_of_kinds():
+    kinds = _base._Kinds(tensors())
+    with torch.no_grad():
+        assert not kinds.include(tensors())
 
 
 def test_modes_and_default_target_are_part_of_it():
