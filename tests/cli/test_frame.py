@@ -74,6 +74,7 @@ USAGE = {
     "unknown kernel": (["explain", "scan", "--arch", "sm_80"], "chunk_scan"),
     "unknown field": (["explain", "recurrent", "Q=64", "--arch", "sm_80"], "tied=..."),
     "a field's value": (["explain", "recurrent", "P=7", "--arch", "sm_80"], "16, 32 ... 256"),
+    "a field twice": (["explain", "recurrent", "P=64", "P=64", "--arch", "sm_80"], "P is given twice"),
     "too many kernels": (["explain", "chunk_scan", "--arch", "sm_80"], "say more of"),
     "prune by nothing": (["prune"], "--max-size"),
     "not a size": (["prune", "--max-size", "big"], "500M"),

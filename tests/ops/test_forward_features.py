@@ -64,6 +64,7 @@ def test_a_limit_beyond_float32_is_infinite(value):
         ((0.1, 0.01), ValueError, r"expected 0 <= lowest <= highest .*, got \(0.1, 0.01\)"),
         ((-1.0, 1.0), ValueError, "time does not run backwards"),
         ((0.0, math.nan), ValueError, "got nan"),
+        ((math.inf, math.inf), ValueError, "expected a finite lowest step"),
         ((0.0,), TypeError, "expected a pair"),
         (0.1, TypeError, "expected a pair"),
         (("0", 1), TypeError, "got str"),

@@ -88,6 +88,8 @@ def test_modes_and_default_target_are_part_of_it():
         assert recognised(known, call) and recognised(plain, tensors())  # a layer's own parameters, too
         with torch.inference_mode():
             assert not recognised(plain, tensors())
+        with torch.autograd.forward_ad.dual_level():
+            assert not recognised(plain, tensors())
     assert not recognised(known, call) and not recognised(plain, call) and not recognised(plain, tensors())
     known = learnt(tensors())
     targets.set_default_target("reference")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from library_cases import NAMES, calls, copies, flat
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 
 import tileops
 from tileops import mamba
@@ -118,6 +119,12 @@ def test_derivatives_of_torch_func_are_refused():
     for run in (lambda: torch.func.jvp(loss, (x,), (x,)), lambda: torch.func.grad(untracked)(x)):
         with pytest.raises(ValueError, match=r"^x: is differentiated by torch\.func, and this op is forward only; call it outside of"):
             run()
+    with forward_ad.dual_level():
+        op(x, *rest)  # within, but not of it
+        with pytest.raises(
+            ValueError, match=r"^x: has a tangent of torch\.autograd\.forward_ad, and this op is forward only; pass its primal"
+        ):
+            op(forward_ad.make_dual(x, x), *rest)
 
 
 def test_a_layer_can_be_built_and_called_on_meta():

@@ -65,7 +65,12 @@ def _of_kernel(args: argparse.Namespace) -> list[Wanted]:
     known = catalog.KERNELS.get(args.kernel)
     if known is None:
         raise _exit.UsageError(f"Kernel {args.kernel!r} does not exist; expected one of {', '.join(catalog.KERNELS)}.")
-    partial = dict(_field(args.kernel, known, word) for word in args.fields)
+    partial: dict[str, Value] = {}
+    for word in args.fields:
+        name, value = _field(args.kernel, known, word)
+        if name in partial:
+            raise _exit.UsageError(f"{name} is given twice.")
+        partial[name] = value
     combinations = catalog.expand(args.kernel, partial)
     if len(combinations) > _MOST:
         left = ", ".join(name for name in known if name not in partial)

@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from tileops import targets
 from tileops.config import Value
 from tileops.errors import TileOpsError
-from tileops.ops._torch import recogniser
+from tileops.ops._torch import dual_level, recogniser
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Plan, Planner, Slot
@@ -217,7 +217,7 @@ _address = Tensor.data_ptr
 
 def _modes() -> tuple[object, ...]:
     """What a call's plan depends on besides its tensors."""
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), targets.default()
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), targets.default(), dual_level()
 
 
 class _Kinds:

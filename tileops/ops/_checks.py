@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tileops import catalog
-from tileops.ops._torch import is_batched, is_differentiated
+from tileops.ops._torch import is_batched, is_differentiated, is_dual
 
 FLOAT32 = (torch.float32,)
 INT32 = (torch.int32,)
@@ -93,6 +93,8 @@ class Arguments:
             raise ValueError(
                 f"{name}: is differentiated by torch.func, and this op is forward only; call it outside of grad, jvp and the like."
             )
+        if is_dual(value):
+            raise ValueError(f"{name}: has a tangent of torch.autograd.forward_ad, and this op is forward only; pass its primal.")
 
     def _fits(self, name: str, value: Tensor, dims: Sequence[str], or_dims: Sequence[str] | None) -> None:
         shape, sizes = value.shape, self.sizes
@@ -206,12 +208,15 @@ def limit(name: str, value: Any) -> float:
 
 
 def step_limits(name: str, value: Any) -> tuple[float, float]:
-    """A constructor's pair of clamp bounds of a step. Raises TypeError for another kind, ValueError unless 0 <= lowest <= highest."""
+    """A constructor's pair of clamp bounds of a step. Raises TypeError for another kind, ValueError unless 0 <= lowest <= highest,
+    the lowest finite."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(f"{name}: expected a pair of numbers (lowest, highest), got {value!r}.")
     low, high = (limit(name, bound) for bound in value)
     if not 0 <= low <= high:
         raise ValueError(f"{name}: expected 0 <= lowest <= highest (time does not run backwards), got ({low}, {high}).")
+    if math.isinf(low):
+        raise ValueError(f"{name}: expected a finite lowest step, got ({low}, {high}).")
     return low, high
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _functorch: Any = getattr(torch._C, "_functorch", None)
@@ -53,3 +54,14 @@ is_batched: Callable[[Tensor], bool] = getattr(_functorch, "is_batchedtensor", _
 
 #: Whether grad, jvp or another derivative of torch.func follows the tensor, in whichever mode.
 is_differentiated: Callable[[Tensor], bool] = getattr(_functorch, "is_gradtrackingtensor", _no)
+
+
+def dual_level() -> int:
+    """Levels of torch.autograd.forward_ad that are entered, less one."""
+    level: int = getattr(forward_ad, "_current_level", -1)
+    return level
+
+
+def is_dual(tensor: Tensor) -> bool:
+    """Whether the tensor has a tangent of torch.autograd.forward_ad."""
+    return dual_level() >= 0 and forward_ad.unpack_dual(tensor).tangent is not None

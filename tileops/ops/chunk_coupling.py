@@ -30,7 +30,7 @@ class SSDChunkCouplingFwdOp(Op):
     Targets: any layout; on CUDA a tensor whose last dimension is strided is copied at each call.
 
     Args:
-        chunk_len: tokens per chunk (Q). The CUDA kernels take 16, 32, 64, 128 and 256.
+        chunk_len: tokens per chunk (Q). The CUDA kernels take 16, 32, 64, 128 and 256, the reference up to 4096.
         target: a target name, ``tileops.BUILTIN`` for the in-tree kernels, or None to decide from the input device.
 
     Raises:

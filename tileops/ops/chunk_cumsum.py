@@ -42,7 +42,7 @@ class SSDChunkCumsumFwdOp(Op):
     Targets: any layout; a ``dt`` whose last dimension is strided is copied at each call on CUDA.
 
     Args:
-        chunk_len: tokens per chunk. The CUDA kernels take 16, 32, 64, 128 and 256.
+        chunk_len: tokens per chunk. The CUDA kernels take 16, 32, 64, 128 and 256, the reference up to 4096.
         out_dtype: storage dtype of dt_out: float32, float16 or bfloat16.
         dt_softplus: apply softplus to dt + dt_bias.
         dt_min: lower clamp bound, applied after bias and softplus; the unit is that of dt.

@@ -72,7 +72,7 @@ class Mamba2FwdOp(Op):
 
     Args:
         chunk_size: tokens per chunk of the five stages. It does not change the result but for rounding, and nothing where one
-            kernel serves. The CUDA kernels take 16, 32, 64, 128, 256.
+            kernel serves. The CUDA kernels take 16, 32, 64, 128, 256, the reference up to 4096.
         dt_softplus: apply softplus to dt + dt_bias before use.
         dt_limit: lowest and highest step, applied after bias and softplus; the lowest is at least 0.
         out_dtype: of y: float32 or x's dtype; None is float32. Sums are float32, rounded once at the end.
