@@ -53,3 +53,35 @@ def test_a_tensor_that_is_not_given_is_address_0_with_strides_0(planned, monkeyp
 def test_one_that_the_kernel_needs_is_missed(planned):
     with pytest.raises(ValueError, match=r"^recurrent: x is not optional\.$"):
         planned.launch("recurrent", {}, {"x": None, "D": planned.slots[0]}, {"B": 3})
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_launch_into_one_new_tensor(planned, monkeypatch, alone):
+    """Decode's kind of plan, by its own short way and by the way of all others."""
+    fired = []
+    monkeypatch.setattr(_planner.Launch, "fire", lambda self, addresses, stream: fired.append((list(addresses), stream)))
+    monkeypatch.setattr(_planner, "allocate", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda ordinal: 7, raising=False)
+    out = planned.empty((4, 6), torch.bfloat16)
+    planned.launch("recurrent", {}, {"x": planned.slots[0], "D": out}, {"B": 3})
+    plan = _planner.Plan(planned, out)
+    assert plan._alone
+    plan._alone = alone
+    x = torch.zeros(4, 6)
+    made = plan.run([x, None], [x.data_ptr()])
+    assert made.shape == (4, 6) and made.stride() == (6, 1) and made.dtype == torch.bfloat16
+    assert fired == [([x.data_ptr(), made.data_ptr()], 7)]
+
+
+def test_plans_of_more_than_that_do_not_take_the_short_way(planned):
+    x = planned.slots[0]
+    launches = {
+        "it is an input that is returned": lambda out: x,
+        "two are returned": lambda out: (out, x),
+        "two launches": lambda out: planned.launch("recurrent", {}, {"x": x, "D": out}, {"B": 3}) or out,
+        "a workspace": lambda out: planned.workspace((8,), torch.float32) and out,
+    }
+    out = planned.empty((4, 6), torch.float32)
+    planned.launch("recurrent", {}, {"x": x, "D": out}, {"B": 3})
+    for what, more in launches.items():
+        assert not _planner.Plan(planned, more(out))._alone, what
