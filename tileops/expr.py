@@ -13,8 +13,13 @@ from typing import Any
 
 from tileops.errors import CorruptArtifactError
 
-#: A hostile record could nest deeper than the interpreter's stack.
+#: Characters. A hostile record could nest deeper than the interpreter's stack, or have integers that take long to multiply.
 _LONGEST = 500
+
+#: What the mapping of sizes is called in the code that expressions become; no name of theirs is a name in it.
+_SIZES = "sizes"
+_LOAD = ast.Load()
+_AT: Any = {"lineno": 1, "col_offset": 0}
 
 _FUNCTIONS: dict[str, Callable[[int, int], int]] = {"ceildiv": lambda a, b: -(-a // b), "min": min, "max": max}
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv)
@@ -45,12 +50,6 @@ def function(texts: Iterable[str]) -> Callable[[Mapping[str, int]], tuple[int, .
 def evaluate(text: str, sizes: Mapping[str, int]) -> int:
     """One expression's value. Raises KeyError with the name that ``sizes`` lacks."""
     return function([text])(sizes)[0]
-
-
-#: What the mapping is called in the code that expressions become; no name of theirs is a name in it.
-_SIZES = "sizes"
-_LOAD = ast.Load()
-_AT: Any = {"lineno": 1, "col_offset": 0}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 
 from tileops.config import Param
 from tileops.driver import Kernel, _api
+from tileops.errors import CorruptArtifactError
 from tileops.ops import _planner, _resolve
 
 PARAMS = (
@@ -48,6 +49,19 @@ def test_a_tensor_that_is_not_given_is_address_0_with_strides_0(planned, monkeyp
     assert pointers == {"x": x.data_ptr(), "D": 0}
     assert ctypes.c_int64.from_address(at["D_stride0"]).value == 0
     assert ctypes.c_int64.from_address(at["x_stride0"]).value == 6
+
+
+def test_the_stride_of_a_dimension_of_size_1_is_0(planned):
+    x = planned.slots[0]._replace(shape=(1, 6), stride=(7, 1))
+    planned.launch("recurrent", {}, {"x": x, "D": None}, {"B": 3})
+    launch = planned.steps[0].run.__self__
+    at = dict(zip((p.name for p in PARAMS), launch._addresses))
+    assert ctypes.c_int64.from_address(at["x_stride0"]).value == 0
+
+
+def test_a_tensor_that_no_call_has_is_a_bad_record(planned):
+    with pytest.raises(CorruptArtifactError, match="has a tensor 'D' that no call has; remove the artifact"):
+        planned.launch("recurrent", {}, {"x": planned.slots[0]}, {"B": 3, "D.stride0": 6})
 
 
 def test_one_that_the_kernel_needs_is_missed(planned):

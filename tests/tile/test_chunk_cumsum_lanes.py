@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers_cumsum import LIMITS, expected, steps_about_limits
 from helpers_tile import COMPILER, SCALARS, Guarded, _folder
 
 from tileops import catalog, expr
@@ -100,14 +101,16 @@ def build(Q: int) -> tuple[Any, Any]:
     return ctypes.CDLL(str(library)), made
 
 
-def run(Q: int, dt: np.ndarray, A: np.ndarray, bias: np.ndarray | None, softplus: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    Q: int, dt: np.ndarray, A: np.ndarray, bias: np.ndarray | None, softplus: bool = True, low: float = 0.0, high: float = np.inf
+) -> tuple[np.ndarray, np.ndarray]:
     B, S, H = dt.shape
     C = -(-S // Q)
     library, made = build(Q)
     out, cumsum = Guarded((B, H, C, Q)), Guarded((B, H, C, Q))
     tensors = {"dt": dt, "A": A, "dt_bias": bias, "dt_out": out.array, "dA_cumsum": cumsum.array}
     sizes = {"B": B, "S": S, "H": H, "C": C, "dt.stride0": S * H, "dt.stride1": H}
-    floats = {"dt_min": 0.0, "dt_max": np.inf, "softplus": float(softplus), "lowest": -1e30}
+    floats = {"dt_min": low, "dt_max": high, "softplus": float(softplus), "lowest": -1e30}
     values: list[Any] = []
     for p in made.params:
         if p.kind == "pointer":
@@ -137,6 +140,14 @@ def test_values_and_sums_that_are_flat_behind_the_last_token(Q: int, S: int) -> 
     again = run(Q, longer, A, bias)
     for one, other in zip((out, cumsum), again):
         assert (one.reshape(H, -1)[:, :S] == other.reshape(H, -1)[:, :S]).all()
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_each_limit_by_itself(case: str) -> None:
+    softplus, low, high = LIMITS[case]
+    dt, A = steps_about_limits(), -np.ones(3, np.float32)
+    got, want = run(16, dt, A, None, softplus, low, high), expected(dt, A, None, 16, softplus, low, high)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
 
 
 def test_no_bias_no_softplus_and_an_infinite_rate() -> None:

@@ -190,6 +190,14 @@ def test_a_tensor_that_may_be_absent_is_read_behind_a_test_of_its_address(kernel
     assert test and not re.search(rf"\b{name}(\[| \+)", code[: test.start()])
 
 
+def test_cumsum_reads_a_bias_that_is_not_given_by_no_load() -> None:
+    source = lowered("chunk_cumsum").source
+    assert lowered("chunk_cumsum").optional == ("dt_bias",)
+    assert "tileops_value(p + h, p != nullptr)" in source and source.count("ld.global") == 1
+    assert '"{ .reg .pred p; setp.ne.s32 p, %2, 0; @p ld.global.f32 %0, [%1]; }" : "+f"(v) : "l"(p), "r"((int)real)' in source
+    assert "dt_bias[" not in body("chunk_cumsum")
+
+
 @pytest.mark.parametrize("dtype", catalog.DTYPES)
 def test_the_decode_state_is_read_and_written_16_bytes_at_a_time(dtype: str) -> None:
     for state_dtype, width in (("float32", 4), ("float16", 8), ("bfloat16", 8)):

@@ -16,7 +16,10 @@ from tileops.config import Param, TensorMap
 from tileops.driver import Kernel, Launch, _api
 from tileops.errors import CorruptArtifactError
 
-MAP = TensorMap(dtype=9, dims=("64", "H"), strides=("x.stride0 * 2",), box=(64, 1), swizzle=3, promotion=2)
+MAPS = {
+    "x_desc": TensorMap(dtype=9, dims=("64", "H"), strides=("x.stride0 * 2",), box=(64, 1), swizzle=3, promotion=2),
+    "z_desc": TensorMap(dtype=7, dims=("8", "B", "H"), strides=("32", "B * 32"), box=(8, 1, 2), swizzle=0, promotion=1),
+}
 PARAMS = (
     Param("A", "pointer", "A"),
     Param("x_desc", "tensormap", "x"),
@@ -36,7 +39,7 @@ GPU = driver.DeviceInfo(0, "a GPU", (9, 0), 232448, 12000, 132)
 @pytest.fixture
 def launched(monkeypatch):
     """What the driver is asked to launch: (grid, block, shared memory, stream, attributes), function, parameters' addresses."""
-    calls = []
+    calls, encoded = [], []
 
     class Config(ctypes.Structure):  # CUlaunchConfig
         _fields_ = [
@@ -72,8 +75,7 @@ def launched(monkeypatch):
         *[ctypes.c_int] * 4,
     )
     def encode_tiled(tensor_map, dtype, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill):
-        assert (dtype, rank, interleave, swizzle, promotion, fill) == (9, 2, 0, 3, 2, 0)
-        assert (dims[:2], strides[:1], box[:2], steps[:2]) == ([64, 4], [2**41], [64, 1], [1, 1])
+        encoded.append((dtype, rank, dims[:rank], strides[: rank - 1], box[:rank], steps[:rank], interleave, swizzle, promotion, fill))
         return replace_address(tensor_map, address)
 
     functions = {"cuTensorMapEncodeTiled": encode_tiled, "cuLaunchKernelEx": launch_kernel, "cuTensorMapReplaceAddress": replace_address}
@@ -83,12 +85,14 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(_api, "function", function)
     monkeypatch.setattr(driver, "device_info", lambda device: GPU)
-    return calls
+    yield calls
+    x, z = (9, 2, [64, 4], [2**41], [64, 1], [1, 1], 0, 3, 2, 0), (7, 3, [8, 3, 4], [32, 96], [8, 1, 2], [1, 1, 1], 0, 0, 1, 0)
+    assert encoded in ([], [x, z])  # for a launch's first addresses alone
 
 
-def launch(grid: str = "B", **sizes: int) -> Launch:
-    record = h.artifact(params=PARAMS, tensormaps={"x_desc": MAP, "z_desc": MAP}, grid=(grid, "1", "1")).record
-    return Launch(Kernel(record, 0, FUNCTION), {"B": 3, "H": 4, "x.stride0": 2**40, **sizes}, {"dt_max": 0.5})
+def launch(*grid: str, absent: tuple[str, ...] = (), **sizes: int) -> Launch:
+    record = h.artifact(params=PARAMS, tensormaps=MAPS, grid=(*(grid or ("B",)), "1", "1")[:3]).record
+    return Launch(Kernel(record, 0, FUNCTION), {"B": 3, "H": 4, "x.stride0": 2**40, **sizes}, {"dt_max": 0.5}, absent)
 
 
 def test_what_is_launched(launched):
@@ -115,8 +119,7 @@ def test_what_is_launched(launched):
 )
 def test_what_waits_by_itself_may_be_launched_early(launched, monkeypatch, kernel, arch, version, program, count):
     monkeypatch.setattr(driver, "device_info", lambda device: dataclasses.replace(GPU, driver=version))
-    maps = {"x_desc": MAP, "z_desc": MAP}
-    record = h.artifact(params=PARAMS, tensormaps=maps, kernel=kernel, arch=arch, provenance={**PROVENANCE, **program}).record
+    record = h.artifact(params=PARAMS, tensormaps=MAPS, kernel=kernel, arch=arch, provenance={**PROVENANCE, **program}).record
     made = Launch(Kernel(record, 0, FUNCTION), {"B": 3, "H": 4, "x.stride0": 2**40}, {"dt_max": 0.5})
     made.fire((0xA, 0xB, 0x100, 0x200), 0)
     (*_, attributes, number), _, _ = launched.pop()
@@ -139,6 +142,15 @@ def test_every_parameter_has_its_place():
 
 
 @pytest.mark.usefixtures("launched")
+def test_a_pointer_that_is_not_given_is_0_and_those_behind_it_keep_their_places():
+    made = launch(absent=("A",))
+    assert made.tensors == ("y", "x", "z")
+    made._fill(made._buffer, made._first, 0, 0, 0, 0xB)
+    at = dict(zip((p.name for p in PARAMS), made._addresses))
+    assert [ctypes.c_uint64.from_address(at[name]).value for name in ("A", "y")] == [0, 0xB]
+
+
+@pytest.mark.usefixtures("launched")
 def test_tensor_maps_are_aligned_and_nothing_overlaps():
     made = launch()
     places = sorted((address, 128 if p.kind == "tensormap" else 8) for p, address in zip(PARAMS, made._addresses))
@@ -152,6 +164,10 @@ def test_tensor_maps_are_aligned_and_nothing_overlaps():
 def test_a_value_beyond_32_bits_and_a_grid_beyond_cuda_are_refused():
     with pytest.raises(ValueError, match=r"grid x would be 2147483648"):
         launch(B=2**31)
+    for grid, axis in (("H", "B"), "y"), (("H", "H", "B"), "z"):
+        launch(*grid, B=65535)
+        with pytest.raises(ValueError, match=rf"grid {axis} would be 65536, CUDA allows 65535"):
+            launch(*grid, B=65536)
     with pytest.raises(ValueError, match=r"B = -2147483649 does not fit"):
         launch("H", B=-(2**31) - 1)
 

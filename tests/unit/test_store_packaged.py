@@ -174,6 +174,13 @@ CONFIG = h.config()
 KEY = CONFIG.key
 
 
+def with_map(record, **changes):
+    """A record that reads a tensor through a tensor map with these changes."""
+    made = {"dtype": 9, "dims": ["64", "H"], "strides": ["y.stride0 * 2"], "box": [64, 1], "swizzle": 3, "promotion": 2}
+    record["params"].append({"name": "y_desc", "kind": "tensormap", "bind": "y"})
+    record["tensormaps"] = {"y_desc": {**made, **changes}}
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "reason"),
     [
@@ -186,6 +193,8 @@ KEY = CONFIG.key
         (lambda m: m["records"][KEY]["config"].update(P=128), "corrupt", "key does not match"),
         (lambda m: m["records"][KEY].update(grid=["open('x')", "1", "1"]), "schema", "outside the record's grammar"),
         (lambda m: m["records"][KEY].update(grid=["+".join("1" * 9000), "1", "1"]), "schema", "record"),
+        (lambda m: with_map(m["records"][KEY], dims=["open('x')", "H"]), "schema", "outside the record's grammar"),
+        (lambda m: with_map(m["records"][KEY], strides=["H ** 9"]), "schema", "outside the record's grammar"),
         (lambda m: m["records"][KEY].update(cubin_size=1), "corrupt", "3000 bytes, the record says 1"),
         (lambda m: m["records"][KEY].update(cubin_sha256="0" * 64), "corrupt", "sha256 differs"),
         (lambda m: m.update(records={KEY: m["records"][h.config(P=128).key]}), "corrupt", "of another config"),

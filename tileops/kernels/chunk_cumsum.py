@@ -35,7 +35,8 @@ static __device__ __forceinline__ float tileops_softplus(float v) {
   return v <= 20.f ? r : v;  // NaN is v
 }
 // The CTA may be there while the kernel before it in the stream still runs: nothing is read before that one has ended, and not through the
-// read-only path. Then the next one may come; of a grid with more than a CTA or two an SM, at once.
+// read-only path. Then the next one may come; at once where the grid is a large GPU's fill, of which there are
+// two CTAs an SM.
 static __device__ __forceinline__ void tileops_begin() {
 #if OVERLAP
   if (gridDim.x >= 256) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -85,9 +86,6 @@ template <typename E> static __device__ __forceinline__ void tileops_put(E* p, l
 }
 static __device__ __forceinline__ float tileops_of(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane, LANES); }
 """
-
-#: Largest float32.
-MOST = 3.4028234663852886e38
 
 #: 2 artanh(s) / s in powers of s**2.
 ATANH = (2.0, 0.66666317, 0.4002491, 0.27960604, 0.28178334)
@@ -214,7 +212,7 @@ def program(*, arch: str, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
             bias = T.alloc_var("float32", init=0.0)
             at = T.alloc_var("int64", init=0)
             # softplus is not below 0
-            limited = T.alloc_var("bool", init=T.Or(dt_max <= MOST, T.Or(dt_min > 0.0, softplus == 0.0)))
+            limited = T.alloc_var("bool", init=T.Or(dt_max <= -k.LOWEST, T.Or(dt_min > 0.0, softplus == 0.0)))
             total = T.alloc_var("float32", init=0.0)
             whole = T.alloc_var("float32", init=0.0)
             if k._cpu:

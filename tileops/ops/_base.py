@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from tileops import targets
 from tileops.config import Value
 from tileops.errors import TileOpsError
-from tileops.ops._torch import dual_level, recogniser
+from tileops.ops._torch import dual_level, is_nested, recogniser
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Plan, Planner, Slot
@@ -232,7 +232,8 @@ class _Kinds:
     def include(self, tensors: Sequence[Tensor | None]) -> bool:
         if any(tensors[i] is not None for i in self._absent) or self._modes != _modes():
             return False
-        return self._same(*[tensors[i] for i in self._given])
+        given = [tensors[i] for i in self._given]
+        return all(isinstance(t, Tensor) and not t.is_nested for t in given) and self._same(*given)
 
 
 class _Known:
@@ -261,7 +262,10 @@ class _Known:
         if same is None:
             return None
         given = self._given(tensors)
-        if not same(*given) or self._modes != _modes():
+        try:
+            if True in map(is_nested, given) or not same(*given) or self._modes != _modes():
+                return None
+        except AttributeError:  # no tensor
             return None
         for i in self._absent:
             if tensors[i] is not None:

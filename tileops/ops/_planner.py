@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tileops.config import Value
 from tileops.driver import Launch, device_info
+from tileops.errors import CorruptArtifactError
 from tileops.ops import _resolve
 from tileops.ops._torch import allocate, deterministic, empty_strided
 
@@ -233,8 +234,15 @@ class Planner:
                 if i < len(slot.shape):
                     sizes[stride] = slot.stride[i] if slot.shape[i] > 1 else 0
         launch = Launch(loaded, sizes, floats or {}, tuple(absent))
-        if not launch.empty:
-            self.steps.append(_Step(launch.fire, [placed[name] for name in launch.tensors]))
+        if launch.empty:
+            return
+        unknown = [name for name in launch.tensors if name not in placed]
+        if unknown:
+            reason = f"its record has a tensor {unknown[0]!r} that no call has"
+            raise CorruptArtifactError(
+                f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
+            )
+        self.steps.append(_Step(launch.fire, [placed[name] for name in launch.tensors]))
 
     def _realigned(self, slot: Slot, nbytes: int, what: str) -> Slot:
         """A copy of ``slot``, of which the kernel needs a better aligned start (a small vector cut out of a larger one)."""

@@ -6,6 +6,7 @@ torch's own compiled code allocates and checks its inputs through the same funct
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = ge
 def recogniser(tensors: Sequence[Tensor], exact: bool) -> Callable[..., bool]:
     """A function that says of as many arguments whether they are tensors like these: class, rank, dtype, device, lazy negation,
     inference mode, none that requires grad where grad is enabled, and with ``exact`` shape and strides. It says yes of no others, and may
-    say no of some that are.
+    say no of some that are. Of nested tensors it must not be asked: torch ends the process where it looks for their strides.
 
     Always no where torch has no such test. Whether grad is enabled and inference mode is on is for the caller to compare.
     """
@@ -48,6 +49,8 @@ def recogniser(tensors: Sequence[Tensor], exact: bool) -> Callable[..., bool]:
 def _no(*tensors: Tensor) -> bool:
     return False
 
+
+is_nested: Callable[[Any], bool] = operator.attrgetter("is_nested")
 
 #: Whether vmap hides a dimension of the tensor.
 is_batched: Callable[[Tensor], bool] = getattr(_functorch, "is_batchedtensor", _no)
