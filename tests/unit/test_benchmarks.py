@@ -359,3 +359,14 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys, line):
 def test_results_without_a_row_in_common_are_not_the_same():
     cold = command.RESULTS / "2026-11-30-h200-cold.json"
     assert command.main(["compare", str(RECORDED), str(cold)]) == 1
+
+
+def test_memory_that_is_given_back_is_waited_for(monkeypatch):
+    reserved, slept = iter((60 << 30, 2 << 30)), []
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(timing.torch.cuda, name, lambda: None)
+    monkeypatch.setattr(timing.torch.cuda, "memory_reserved", lambda: next(reserved))
+    monkeypatch.setattr(timing.time, "sleep", slept.append)
+    timing._settle()
+    (seconds,) = slept
+    assert (58 << 30) / 400e9 < seconds < 1  # cleared at 400 GB/s
