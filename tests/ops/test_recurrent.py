@@ -96,6 +96,19 @@ def test_report_69_a_state_that_cannot_be_updated_in_place_is_refused(view, why)
     assert torch.equal(given, before)
 
 
+@pytest.mark.parametrize("name", ["A", "dt", "x", "B_in", "C_in"])
+def test_a_state_that_is_an_inputs_memory_is_refused(name):
+    given = dict(zip(("A", "dt", "x", "B_in", "C_in", "state"), arguments()))
+    memory = given["state"].view(given[name].dtype).flatten()
+    size = given[name].numel()
+    for start in (0, memory.numel() - size):
+        shared = {**given, name: memory[start : start + size].view(given[name].shape)}
+        before = given["state"].clone()
+        with pytest.raises(ValueError, match=rf"^state: shares memory with {name}; expected a tensor of its own\.$"):
+            SSDRecurrentFwdOp()(*shared.values())
+        assert torch.equal(given["state"], before)
+
+
 def test_report_11_4096_steps_agree_with_a_prefill():
     case = Case(1, 4096, 2, 16, 16, 1, 256)
     given = inputs(case, torch.bfloat16)

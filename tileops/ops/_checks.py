@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tileops import catalog
 from tileops.ops._torch import is_batched, is_differentiated, is_dual
@@ -263,8 +264,10 @@ def _writable(name: str, value: Tensor, what: str, rows: bool) -> None:
 def apart(name: str, value: Tensor, others: Mapping[str, Tensor | None]) -> None:
     """Raise where ``value``, which is written, certainly shares memory with one of the others: a common start, or dense spans that meet.
 
-    Interleaved views of one buffer pass, whether or not their elements meet.
+    Interleaved views of one buffer pass, whether or not their elements meet; so does what has no address.
     """
+    if isinstance(value, FakeTensor):  # torch warns where its address is asked for
+        return
     try:
         start, size, dense = value.data_ptr(), value.numel() * value.element_size(), value.is_contiguous()
         spans = {other: (t.data_ptr(), t.numel() * t.element_size(), t.is_contiguous()) for other, t in others.items() if t is not None}

@@ -96,7 +96,7 @@ class SSDRecurrentFwdOp(Op):
             C_in: as B_in.
             state: (batch, n_heads, d_head, d_state) float32, bfloat16 or float16, updated in place exactly once; with
                 state_batch_indices (n_slots, n_heads, d_head, d_state), n_slots of any size. It must share no memory with an
-                input; that is not checked.
+                input; what is cheaply seen to do so is refused where a call's sizes are new.
             D: (n_heads, d_head) or (n_heads,) float32, optional: the skip connection.
             z: as x, optional: the gate.
             dt_bias: (n_heads, d_head) or (n_heads,) float32, optional, added to dt.
@@ -150,6 +150,8 @@ class SSDRecurrentFwdOp(Op):
         a.optional("z", z, ("batch", "n_heads", "d_head"), (x.dtype,), "that of x")
         a.optional("dt_bias", dt_bias, per_element, _checks.FLOAT32, or_dims=per_head)
         a.optional("state_batch_indices", indices, ("batch",), (torch.int32, torch.int64))
+        inputs = {"A": A, "dt": dt, "x": x, "B_in": B_in, "C_in": C_in, "D": D, "z": z, "dt_bias": dt_bias, "state_batch_indices": indices}
+        _checks.apart("state", state, inputs)
         results = tuple(dict.fromkeys((torch.float32, x.dtype)))
         if out is not None:
             a.tensor("out", out, ("batch", "n_heads", "d_head"), results, "float32, or that of x")
