@@ -121,6 +121,8 @@ def table(files: list[str]) -> str:
         "",
         "Written by `python tests/kernel_reports.py` from junitxml files of test runs; tests in `tests/gpu` ran on an NVIDIA H200.",
         "Each row is a kind of fault that users of other libraries met. The last column counts the cases of each test in those runs.",
+        "Numbers are those of the collection of public reports that the rows were gathered from; those that are missing concern no part",
+        "of this library.",
         "",
         "| report | what holds here | test | passed |",
         "|---|---|---|---|",

@@ -233,4 +233,5 @@ def _name(data: Mapping[str, Any], where: str) -> str:
     named = data.get("_name_or_path")
     if isinstance(named, str) and named:
         return named
-    return os.path.basename(os.path.dirname(os.path.abspath(where))) or where
+    folder, file = os.path.split(os.path.abspath(where))
+    return os.path.basename(folder) if file == "config.json" and folder != os.sep else file

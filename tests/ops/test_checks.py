@@ -252,23 +252,23 @@ def test_report_41_heads_that_do_not_divide_into_groups(op, changes):
 @pytest.mark.parametrize(
     ("op", "name", "dtype", "message"),
     [
-        (FULL, "A", BF16, "A: expected dtype float32, got bfloat16."),  # report 10
-        (FULL, "dt", BF16, "dt: expected dtype float32, got bfloat16."),
+        (FULL, "A", BF16, "A: expected dtype float32, got bfloat16. Keep rates in float32: rounded ones ruin long contexts."),  # report 10
+        (FULL, "dt", BF16, "dt: expected dtype float32, got bfloat16. Pass dt.float()."),
         (FULL, "B", torch.float16, "B: expected dtype bfloat16 (that of x), got float16."),
         (FULL, "x", torch.float64, "x: expected dtype bfloat16 or float16 or float32, got float64."),
-        (FULL, "initial_states", BF16, "initial_states: expected dtype float32, got bfloat16."),
-        (FULL, "D", BF16, "D: expected dtype float32, got bfloat16."),
+        (FULL, "initial_states", BF16, "initial_states: expected dtype float32, got bfloat16. Pass initial_states.float()."),
+        (FULL, "D", BF16, "D: expected dtype float32, got bfloat16. Pass D.float()."),
         (FULL, "z", F32, "z: expected dtype bfloat16 (that of x), got float32."),
         (FULL, "seq_idx", torch.int64, "seq_idx: expected dtype int32, got int64. Pass seq_idx.to(torch.int32)."),
         (FULL, "out", torch.float16, "out: expected dtype float32 or bfloat16 (float32, or that of x), got float16."),
         (STATE, "dt", torch.float16, "dt: expected dtype bfloat16 or float32 (that of x, or float32), got float16."),
         (STATE, "seq_idx", torch.int64, "seq_idx: expected dtype int32, got int64. Pass seq_idx.to(torch.int32)."),  # report 35
         (SCAN, "cb", F32, "cb: expected dtype bfloat16 (that of x), got float32."),
-        (SCAN, "prev_states", BF16, "prev_states: expected dtype float32, got bfloat16."),
-        (STEP, "A", BF16, "A: expected dtype float32, got bfloat16."),
+        (SCAN, "prev_states", BF16, "prev_states: expected dtype float32, got bfloat16. Pass prev_states.float()."),
+        (STEP, "A", BF16, "A: expected dtype float32, got bfloat16. Keep rates in float32: rounded ones ruin long contexts."),
         (STEP, "state", torch.float64, "state: expected dtype float32 or float16 or bfloat16, got float64."),
-        (STEP, "D", BF16, "D: expected dtype float32, got bfloat16."),
-        (STEP, "dt_bias", BF16, "dt_bias: expected dtype float32, got bfloat16."),
+        (STEP, "D", BF16, "D: expected dtype float32, got bfloat16. Pass D.float()."),
+        (STEP, "dt_bias", BF16, "dt_bias: expected dtype float32, got bfloat16. Pass dt_bias.float()."),
         (STEP, "z", F32, "z: expected dtype bfloat16 (that of x), got float32."),
         (STEP, "out", torch.float16, "out: expected dtype float32 or bfloat16 (float32, or that of x), got float16."),
         (STEP, "state_batch_indices", F32, "state_batch_indices: expected dtype int32 or int64, got float32."),

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from library_cases import NAMES, calls, copies, flat
+from library_cases import options as library_options
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -121,6 +122,7 @@ def test_derivatives_of_torch_func_are_refused():
             run()
     with forward_ad.dual_level():
         op(x, *rest)  # within, but not of it
+        torch.ops.tileops.mamba2_fwd(x, *rest, **library_options(op))  # as what torch.compile makes calls it, below autograd
         with pytest.raises(
             ValueError, match=r"^x: has a tangent of torch\.autograd\.forward_ad, and this op is forward only; pass its primal"
         ):

@@ -138,7 +138,7 @@ def test_16_bit_states_are_rounded_once_when_stored_and_y_comes_before(dtype, st
 
 
 @pytest.mark.parametrize("state_dtype", [BF16, FP16], ids=str)
-def test_report_66_16_bit_states_drift_and_float32_does_not(state_dtype):
+def test_report_66_states_of_16_bits_drift_and_float32_does_not(state_dtype):
     errors = {}
     for kept in (F32, state_dtype):
         case = decode(batch=1, heads=2, groups=1, tied=True)

@@ -151,6 +151,12 @@ def test_original_format_with_and_without_its_defaults(tmp_path):
         read_config(write(tmp_path, {"d_model": 768, "ssm_cfg": {}}))
 
 
+def test_a_file_that_is_not_called_config_json_gives_its_own_name(tmp_path):
+    data, _ = CONFIGS["nemotron_h"]
+    (tmp_path / "mine.json").write_text(json.dumps({"model_type": "nemotron_h", **data}))
+    assert read_config(tmp_path / "mine.json").name == "mine.json"
+
+
 def test_folder_text_config_and_name(tmp_path):
     data, expected = CONFIGS["nemotron_h"]
     write(

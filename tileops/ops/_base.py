@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 from tileops import targets
 from tileops.config import Value
 from tileops.errors import TileOpsError
+from tileops.ops._checks import FORWARD_ONLY
 from tileops.ops._torch import dual_level, is_nested, recogniser
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ class Op:
     #: What targets know the op as, and its name in ``torch.ops.tileops``; a subclass of an op has its op's (_library.py).
     op_name: str
     library_name: str
+
+    #: Names of ``forward``'s tensors.
+    arguments: tuple[str, ...]
 
     #: Names of the tensors beyond the spec, which ``forward`` takes as keywords and ``_run`` gets last; targets get those that are given.
     features: tuple[str, ...] = ()
@@ -113,8 +117,10 @@ class Op:
     def _run(self, *tensors: Tensor | None) -> Result:
         """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order, then ``features``."""
         if is_compiling():
-            if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-                raise ValueError(f"{self.op_name}: an input requires grad, and this op is forward only; call it under torch.no_grad().")
+            if torch.is_grad_enabled():
+                for name, t in zip(self.arguments, tensors):
+                    if t is not None and t.requires_grad:
+                        raise ValueError(FORWARD_ONLY.format(name=name))
             return self.library_call(*tensors)
         known = self._last
         addresses = None if known is None else known.recognise(tensors)

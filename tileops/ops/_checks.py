@@ -26,6 +26,10 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 INPUT_DTYPES = (*HALF_DTYPES, torch.float32)
 OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+FORWARD_ONLY = (
+    "{name}: requires grad, and this op is forward only (it has no backward); call it under torch.no_grad() or pass {name}.detach()."
+)
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` -> ``bfloat16``, as kernel configs spell it."""
@@ -76,8 +80,8 @@ class Arguments:
         self._fits(name, value, dims, or_dims)
         if value.dtype not in dtypes:
             whose = f" ({same_as})" if same_as else ""
-            way = f" Pass {name}.to(torch.int32)." if tuple(dtypes) == INT32 and value.dtype == torch.int64 else ""  # what cumsum makes
-            raise ValueError(f"{name}: expected dtype {' or '.join(map(dtype_name, dtypes))}{whose}, got {dtype_name(value.dtype)}.{way}")
+            words = f"{name}: expected dtype {' or '.join(map(dtype_name, dtypes))}{whose}, got {dtype_name(value.dtype)}."
+            raise ValueError(words + _remedy(name, value.dtype, tuple(dtypes)))
         if self._first is None:
             self._first = name, value.device
         elif value.device != self._first[1]:
@@ -86,10 +90,7 @@ class Arguments:
             # Kernels read memory, where the sign that torch keeps in a flag is not.
             raise ValueError(f"{name}: is a lazily negated or conjugated view; pass {name}.resolve_conj().resolve_neg().")
         if value.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name}: requires grad, and this op is forward only (it has no backward); "
-                f"call it under torch.no_grad() or pass {name}.detach()."
-            )
+            raise ValueError(FORWARD_ONLY.format(name=name))
         if is_differentiated(value):
             raise ValueError(
                 f"{name}: is differentiated by torch.func, and this op is forward only; call it outside of grad, jvp and the like."
@@ -146,6 +147,15 @@ class Arguments:
 
     def _shape(self, dims: Sequence[str]) -> str:
         return f"({', '.join(str(self.sizes.get(d, d)) for d in dims)}{',' if len(dims) == 1 else ''})"
+
+
+def _remedy(name: str, came: torch.dtype, expected: tuple[torch.dtype, ...]) -> str:
+    """What to do about a dtype that users naturally have: integers as cumsum makes them, the steps and skips of a layer in bfloat16."""
+    if expected == INT32 and came == torch.int64:
+        return f" Pass {name}.to(torch.int32)."
+    if expected == FLOAT32 and name == "A" and came in HALF_DTYPES:
+        return " Keep rates in float32: rounded ones ruin long contexts."
+    return f" Pass {name}.float()." if expected == FLOAT32 and came.is_floating_point else ""
 
 
 def num_chunks(seqlen: int, chunk_len: int) -> int:

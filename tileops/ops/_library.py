@@ -75,7 +75,7 @@ def library_op(cls: Class) -> Class:
     _library.define(f"{name}({', '.join(arguments)}) -> {results}")
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tileops::{name}", fake, lib=_library)
-    cls.op_name, cls.library_name = cls.__name__, name
+    cls.op_name, cls.library_name, cls.arguments = cls.__name__, name, names
     for p in fixed:
         setattr(cls, p.name, _fixed(p.name))
     cls.library_call = call  # type: ignore[assignment]

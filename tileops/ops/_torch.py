@@ -67,4 +67,9 @@ def dual_level() -> int:
 
 def is_dual(tensor: Tensor) -> bool:
     """Whether the tensor has a tangent of torch.autograd.forward_ad."""
-    return dual_level() >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    if dual_level() < 0:
+        return False
+    try:
+        return forward_ad.unpack_dual(tensor).tangent is not None
+    except RuntimeError:  # below autograd, inside of an operator of torch.library, tangents are not seen
+        return False
