@@ -314,12 +314,6 @@ class _Form:
         return found
 
 
-def _check_grid(record: Record, grid: tuple[int, ...]) -> None:
-    for extent, limit, axis in zip(grid, _MAX_GRID, "xyz"):
-        if not 0 <= extent <= limit:
-            raise ValueError(f"{record.kernel}: grid {axis} would be {extent}, CUDA allows {limit}: the input is too large for one launch.")
-
-
 class Launch:
     """One launch of a kernel with fixed grid and scalars. ``fire`` fills in the addresses and launches.
 
@@ -343,8 +337,11 @@ class Launch:
                 f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
             ) from None
         self.empty = 0 in grid
-        if max(grid) > _MAX_GRID[1] or min(grid) < 0:
-            _check_grid(record, grid)
+        for extent, limit, axis in zip(grid, _MAX_GRID, "xyz"):
+            if not 0 <= extent <= limit:
+                raise ValueError(
+                    f"{record.kernel}: grid {axis} would be {extent}, CUDA allows {limit}: the input is too large for one launch."
+                )
         self.kernel = kernel
         #: Names of the tensors whose addresses ``fire`` takes, in its order.
         self.tensors, self._pointers, self._fill = form.given(absent)

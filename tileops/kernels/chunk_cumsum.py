@@ -35,8 +35,7 @@ static __device__ __forceinline__ float tileops_softplus(float v) {
   return v <= 20.f ? r : v;  // NaN is v
 }
 // The CTA may be there while the kernel before it in the stream still runs: nothing is read before that one has ended, and not through the
-// read-only path. Then the next one may come; at once where the grid is a large GPU's fill, of which there are
-// two CTAs an SM.
+// read-only path. Then the next one may come; at once where there are some two CTAs an SM of a large GPU or more, which gains there only.
 static __device__ __forceinline__ void tileops_begin() {
 #if OVERLAP
   if (gridDim.x >= 256) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -217,26 +216,24 @@ def program(*, arch: str, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
             whole = T.alloc_var("float32", init=0.0)
             if k._cpu:
                 # No lanes to sum over: what they would hold is made first.
-                totals = k.shared((heads, fours * lanes), "float32")
+                totals = k.shared((fours * lanes,), "float32")
                 for l, h in T.grid(Q, heads):
                     values[h, l] = T.if_then_else(c * Q + l < S, dt[b, T.min(c * Q + l, S - 1), T.min(first + h, H - 1)], 0.0)
-                for h, lane in T.grid(heads, lanes):
+                for h in T.serial(heads):
                     rate = A[T.min(first + h, H - 1)]
                     if T.Not(T.isnullptr(dt_bias.data)):
                         bias = dt_bias[T.min(first + h, H - 1)]
-                    made(part, values, rate, bias, dt_min, dt_max, softplus, limited, lowest, dt_out, at, first, b, c, h, lane)
-                    for i in T.unroll(fours):
-                        totals[h, i * lanes + lane] = part[i * 4 + 3]
-                for h, lane in T.grid(heads, lanes):
-                    rate = A[T.min(first + h, H - 1)]
-                    if T.Not(T.isnullptr(dt_bias.data)):
-                        bias = dt_bias[T.min(first + h, H - 1)]
-                    made(part, values, rate, bias, dt_min, dt_max, softplus, limited, lowest, dt_out, at, first, b, c, h, lane)
-                    for i in T.unroll(fours):
-                        before[i] = 0.0
-                        for j in T.serial(i * lanes + lane):
-                            before[i] = before[i] + totals[h, j]
-                    put(part, before, dA_cumsum, at, first, b, c, h, lane)
+                    for lane in T.serial(lanes):
+                        made(part, values, rate, bias, dt_min, dt_max, softplus, limited, lowest, dt_out, at, first, b, c, h, lane)
+                        for i in T.unroll(fours):
+                            totals[i * lanes + lane] = part[i * 4 + 3]
+                    for lane in T.serial(lanes):
+                        made(part, values, rate, bias, dt_min, dt_max, softplus, limited, lowest, dt_out, at, first, b, c, h, lane)
+                        for i in T.unroll(fours):
+                            before[i] = 0.0
+                            for j in T.serial(i * lanes + lane):
+                                before[i] = before[i] + totals[j]
+                        put(part, before, dA_cumsum, at, first, b, c, h, lane)
             else:
                 for t in T.Parallel(threads):
                     T.evaluate(

@@ -22,7 +22,7 @@ from tileops import targets
 from tileops.config import Value
 from tileops.errors import TileOpsError
 from tileops.ops._checks import FORWARD_ONLY
-from tileops.ops._torch import dual_level, is_nested, recogniser
+from tileops.ops._torch import dual_level, recogniser
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Plan, Planner, Slot
@@ -238,8 +238,7 @@ class _Kinds:
     def include(self, tensors: Sequence[Tensor | None]) -> bool:
         if any(tensors[i] is not None for i in self._absent) or self._modes != _modes():
             return False
-        given = [tensors[i] for i in self._given]
-        return all(isinstance(t, Tensor) and not t.is_nested for t in given) and self._same(*given)
+        return self._same(*[tensors[i] for i in self._given])
 
 
 class _Known:
@@ -268,10 +267,7 @@ class _Known:
         if same is None:
             return None
         given = self._given(tensors)
-        try:
-            if True in map(is_nested, given) or not same(*given) or self._modes != _modes():
-                return None
-        except AttributeError:  # no tensor
+        if not same(*given) or self._modes != _modes():
             return None
         for i in self._absent:
             if tensors[i] is not None:

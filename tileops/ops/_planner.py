@@ -236,13 +236,14 @@ class Planner:
         launch = Launch(loaded, sizes, floats or {}, tuple(absent))
         if launch.empty:
             return
-        unknown = [name for name in launch.tensors if name not in placed]
-        if unknown:
-            reason = f"its record has a tensor {unknown[0]!r} that no call has"
+        try:
+            slots = [placed[name] for name in launch.tensors]
+        except KeyError as unknown:
+            reason = f"its record has a tensor {unknown} that no call has"
             raise CorruptArtifactError(
                 f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
-            )
-        self.steps.append(_Step(launch.fire, [placed[name] for name in launch.tensors]))
+            ) from None
+        self.steps.append(_Step(launch.fire, slots))
 
     def _realigned(self, slot: Slot, nbytes: int, what: str) -> Slot:
         """A copy of ``slot``, of which the kernel needs a better aligned start (a small vector cut out of a larger one)."""

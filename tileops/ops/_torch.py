@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _functorch: Any = getattr(torch._C, "_functorch", None)
+_is_nested: Callable[[Any], bool] = operator.attrgetter("is_nested")
 
 
 def empty_strided(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -33,7 +34,7 @@ allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = ge
 def recogniser(tensors: Sequence[Tensor], exact: bool) -> Callable[..., bool]:
     """A function that says of as many arguments whether they are tensors like these: class, rank, dtype, device, lazy negation,
     inference mode, none that requires grad where grad is enabled, and with ``exact`` shape and strides. It says yes of no others, and may
-    say no of some that are. Of nested tensors it must not be asked: torch ends the process where it looks for their strides.
+    say no of some that are.
 
     Always no where torch has no such test. Whether grad is enabled and inference mode is on is for the caller to compare.
     """
@@ -43,14 +44,19 @@ def recogniser(tensors: Sequence[Tensor], exact: bool) -> Callable[..., bool]:
         check: Callable[..., bool] = _guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
     except (AttributeError, TypeError, RuntimeError):
         return _no
-    return check
+
+    def same(*others: Any) -> bool:
+        try:  # torch's test ends the process where it looks for a nested tensor's strides
+            return True not in map(_is_nested, others) and check(*others)
+        except AttributeError:  # no tensor
+            return False
+
+    return same
 
 
 def _no(*tensors: Tensor) -> bool:
     return False
 
-
-is_nested: Callable[[Any], bool] = operator.attrgetter("is_nested")
 
 #: Whether vmap hides a dimension of the tensor.
 is_batched: Callable[[Tensor], bool] = getattr(_functorch, "is_batchedtensor", _no)
