@@ -21,25 +21,40 @@ PASS_CONFIGS = k.PASS_CONFIGS
 OPTIONAL = ("dt_bias",)
 
 SOURCE = r"""
+// Limits that leave NaN as it is.
+static __device__ __forceinline__ float tileops_at_least(float v, float low) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(low));
+  return v;
+}
+static __device__ __forceinline__ float tileops_at_most(float v, float high) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(high));
+  return v;
+}
+// max(v, 0) + log1p(exp(-|v|)): above 20 that is v, to the bit.
 static __device__ __forceinline__ float tileops_softplus(float v) {
-  // u = exp(-|v|) = 2**y: what rounding took from y is put back, so that u keeps its digits however small it is.
-  float a = fminf(fabsf(v), 120.f), y = a * -1.44269502f, u, r;
-  float rest = __fmaf_rn(a, -1.92596299e-8f, __fmaf_rn(a, -1.44269502f, -y));
+  // u = exp(-|v|) = 2**y exp(rest), rest = -|v| - y ln 2: what rounding took from y is put back, so that u keeps its digits however
+  // small it is.
+  float a = fminf(fabsf(v), 120.f), y = a * -1.44269502f, u;
+  float rest = __fmaf_rn(y, -0.693147182f, -a);
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(u) : "f"(y));
-  u = __fmaf_rn(u, rest * 0.693147181f, u);
-  // log1p(u) = 2 artanh(s), s = u / (2 + u) up to 1/3: s times a minimax polynomial in s**2.
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(2.f + u));
-  float s = u * r, q = s * s;
-  r = __fmaf_rn(__fmaf_rn(__fmaf_rn(__fmaf_rn(ATANH4, q, ATANH3), q, ATANH2), q, ATANH1), q, ATANH0);
-  r = __fmaf_rn(s, r, fmaxf(v, 0.f));
-  return v <= 20.f ? r : v;  // NaN is v
+  u = __fmaf_rn(u, rest, u);
+  float r = LOG7;
+  r = __fmaf_rn(__fmaf_rn(__fmaf_rn(__fmaf_rn(r, u, LOG6), u, LOG5), u, LOG4), u, LOG3);
+  r = __fmaf_rn(__fmaf_rn(__fmaf_rn(__fmaf_rn(r, u, LOG2), u, LOG1), u, LOG0), u, 1.f);
+  return __fmaf_rn(u, r, tileops_at_least(v, 0.f));
 }
 // The CTA may be there while the kernel before it in the stream still runs: nothing is read before that one has ended, and not through the
-// read-only path. Then the next one may come; at once where there are some two CTAs an SM of a large GPU or more, which gains there only.
+// read-only path.
 static __device__ __forceinline__ void tileops_begin() {
 #if OVERLAP
-  if (gridDim.x >= 256) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel's CTAs may come where there is room. Not before half of the work is done: they would take the places of some SMs only, and
+// then have more to do there.
+static __device__ __forceinline__ void tileops_next() {
+#if OVERLAP
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 // *p, or 0 where it is not ``real``: predicated, no branch.
@@ -54,15 +69,6 @@ static __device__ __forceinline__ void tileops_column(float* v, const float* p, 
   tileops_begin();
 #pragma unroll
   for (int i = 0; i < COUNT; i++, p += ROWS * pitch) v[i] = tileops_value(p, i * ROWS < left);
-}
-// Limits that leave NaN as it is.
-static __device__ __forceinline__ float tileops_at_least(float v, float low) {
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(low));
-  return v;
-}
-static __device__ __forceinline__ float tileops_at_most(float v, float high) {
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(high));
-  return v;
 }
 // The sum of v over a thread's own lane and those before it, of LANES.
 static __device__ __forceinline__ float tileops_sum(float v, int lane) {
@@ -86,8 +92,8 @@ template <typename E> static __device__ __forceinline__ void tileops_put(E* p, l
 static __device__ __forceinline__ float tileops_of(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane, LANES); }
 """
 
-#: 2 artanh(s) / s in powers of s**2.
-ATANH = (2.0, 0.66666317, 0.4002491, 0.27960604, 0.28178334)
+#: (log1p(u) / u - 1) / u for u in [0, 1] in powers of u; log1p(u) is then within 3.4e-8 of its value.
+LOG = (-0.499996483, 0.333213389, -0.248572811, 0.191540837, -0.137546584, 0.0792141184, -0.0300714243, 0.0053661787)
 
 
 def schedule(arch: str, **fields: Any) -> dict[str, int]:
@@ -111,7 +117,7 @@ def program(*, arch: str, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
         "FOURS": fours,
         "ROWS": threads // heads,
         "OVERLAP": int(arch not in ("sm_80", "sm_86", "sm_89")),
-        **{f"ATANH{i}": f"{c!r}f" for i, c in enumerate(ATANH)},
+        **{f"LOG{i}": f"{c!r}f" for i, c in enumerate(LOG)},
     }
     source = "".join(f"#define {name} {value}\n" for name, value in names.items()) + SOURCE
 
@@ -255,6 +261,7 @@ def program(*, arch: str, Q: int, out_dtype: str, heads: int, ctas: int) -> Any:
                     made(
                         part, values, rate, bias, dt_min, dt_max, softplus, limited, lowest, dt_out, at, first, b, c, t // lanes, t % lanes
                     )
+                    T.evaluate(T.call_extern("handle", "tileops_next"))
                     whole = 0.0
                     for i in T.unroll(fours):
                         total = T.call_extern("float32", "tileops_sum", part[i * 4 + 3], t % lanes)

@@ -20,7 +20,7 @@ def schedule(arch: str, **fields: Any) -> dict[str, int]:
     """``per`` pieces of a thread, of 16 bytes where aligned, else 4; loads ``ahead`` chunks ahead of the sums; registers for ``ctas``
     CTAs an SM."""
     if fields["aligned"]:
-        return {"threads": 128, "per": 2, "ahead": 4, "ctas": 6 if arch == "sm_90a" else 4}  # 6 spill on sm_120a
+        return {"threads": 128, "per": 2, "ahead": 4, "ctas": 1 if arch == "sm_90a" else 4}
     return {"threads": 256, "per": 4, "ahead": 2, "ctas": 5}
 
 
@@ -67,6 +67,8 @@ def program(*, aligned: bool, threads: int, per: int, ahead: int, ctas: int) -> 
                             if (m0 + e * threads + i) * width < M:
                                 for w in T.vectorized(width):
                                     added[j, e, w] = states[b, run * ahead + j, h, (m0 + e * threads + i) * width + w]
+                    # Reads of a CTA's warps, then writes of all: alternating costs DRAM time.
+                    k.barrier()
                     for j in T.unroll(ahead):
                         decay[j] = T.exp(decay[j])
                         for e in T.unroll(per):
