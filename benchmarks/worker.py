@@ -37,7 +37,7 @@ _MOST_SETS = 64
 
 def measure(adaptor: Any, spec: Spec, device: str, contiguous: bool = False, rounding: bool = False) -> dict[str, Any]:
     """First call, errors of its results, GPU time and host time of one row; ``contiguous``: of copies of the inputs that are views;
-    ``rounding``: also the errors that rounding the products' operands alone makes, and the time of a kernel of torch that moves as many bytes."""
+    ``rounding``: also the errors that rounding the products' operands alone makes, and the time of torch's kernel for as many bytes."""
 
     def make(number: int) -> inputs.Tensors:
         tensors = inputs.make(spec, device, number)

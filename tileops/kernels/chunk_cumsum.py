@@ -50,8 +50,7 @@ static __device__ __forceinline__ void tileops_begin() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The next kernel's CTAs may come where there is room. Not before half of the work is done: they would take the places of some SMs only, and
-// then have more to do there.
+// The next kernel's CTAs may come where there is room. Not earlier: they would fill up some SMs, which then have more to do than others.
 static __device__ __forceinline__ void tileops_next() {
 #if OVERLAP
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
