@@ -7,7 +7,7 @@ import torch
 
 from tileops import targets
 from tileops.mamba import SSDStatePassingFwdOp
-from tileops.ops import _base
+from tileops.ops import _base, _torch
 
 
 def tensors() -> list[torch.Tensor | None]:
@@ -23,13 +23,13 @@ def changed(**places: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 def learnt(call: list[torch.Tensor | None]) -> _base._Known:
     known = _base._Known("a plan")
-    assert known.recognise(call) is None
+    assert known.recognise(*call) is None
     known.learn(call)
     return known
 
 
 def recognised(known: _base._Known, call: list[torch.Tensor | None]) -> bool:
-    addresses = known.recognise(call)
+    addresses = known.recognise(*call)
     assert addresses is None or addresses == [t.data_ptr() for t in call if t is not None]
     return addresses is not None
 
@@ -78,15 +78,15 @@ def test_others_are_not(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_kinds_are_all_but_sizes_strides_and_addresses(name):
-    kinds = _base._Kinds(tensors())
-    assert kinds.include(tensors())
-    assert kinds.include(OTHERS[name]) == (name in SIZES)
+    kinds = _torch.recogniser(tensors(), _base._modes, exact=False)
+    assert kinds(*tensors()) is not None
+    assert (kinds(*OTHERS[name]) is not None) == (name in SIZES)
 
 
 def test_modes_are_part_of_kinds():
-    kinds = _base._Kinds(tensors())
+    kinds = _torch.recogniser(tensors(), _base._modes, exact=False)
     with torch.no_grad():
-        assert not kinds.include(tensors())
+        assert kinds(*tensors()) is None
 
 
 def test_modes_and_default_target_are_part_of_it():
@@ -111,7 +111,7 @@ def test_modes_and_default_target_are_part_of_it():
 @pytest.mark.parametrize("guards", [None, object()], ids=["no module", "no class"])
 def test_without_torchs_test_none_is_recognised(monkeypatch, guards):
     monkeypatch.setattr("tileops.ops._torch._guards", guards)
-    assert not recognised(learnt(tensors()), tensors()) and not _base._Kinds(tensors()).include(tensors())
+    assert not recognised(learnt(tensors()), tensors()) and _torch.recogniser(tensors(), _base._modes, exact=False) is _torch.unknown
 
 
 def test_a_subclass_keeps_its_own_call():

@@ -79,8 +79,8 @@ def test_one_launch_into_one_new_tensor(planned, monkeypatch, alone):
     out = planned.empty((4, 6), torch.bfloat16)
     planned.launch("recurrent", {}, {"x": planned.slots[0], "D": out}, {"B": 3})
     plan = _planner.Plan(planned, out)
-    assert plan._alone
-    plan._alone = alone
+    assert plan._alone is not None
+    plan._alone = plan._alone if alone else None
     x = torch.zeros(4, 6)
     made = plan.run([x, None], [x.data_ptr()])
     assert made.shape == (4, 6) and made.stride() == (6, 1) and made.dtype == torch.bfloat16

@@ -194,7 +194,7 @@ def test_rows_set_ours_beside_the_peers(result):
         assert row["first_call_ms"] > 0 and row["host_us"] > 0 and row["bytes"] > 0
         assert (set(row.get("rounding_errors", ())) == {"y", "state"}) == (row["op"] == "Mamba2FwdOp")
         assert (row.get("in_place_us", 0) > 0) == (row["op"] == "SSDRecurrentFwdOp")
-        assert (row.get("cast_us", 0) > 0) == (row["op"] == "SSDChunkCumsumFwdOp")
+        assert (row.get("negation_us", 0) > 0) == (row["op"] == "SSDChunkCumsumFwdOp")
 
 
 def test_cold_rows_say_what_a_fresh_process_pays(result):

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
@@ -22,7 +21,7 @@ from tileops import targets
 from tileops.config import Value
 from tileops.errors import TileOpsError
 from tileops.ops._checks import FORWARD_ONLY
-from tileops.ops._torch import dual_level, recogniser
+from tileops.ops._torch import Recognise, dual_level, recogniser, unknown
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Plan, Planner, Slot
@@ -56,7 +55,7 @@ class Op:
         self.target = target
         self._plans: dict[object, _Known] = {}
         self._last: _Known | None = None
-        self._kinds: _Kinds | None = None
+        self._kinds: Recognise = unknown
         self._load_known()
 
     def __init_subclass__(cls) -> None:
@@ -71,7 +70,7 @@ class Op:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles start without plans: those hold this process's handles."""
-        return {**self.__dict__, "_plans": {}, "_last": None, "_kinds": None}
+        return {**self.__dict__, "_plans": {}, "_last": None, "_kinds": unknown}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
@@ -123,7 +122,7 @@ class Op:
                         raise ValueError(FORWARD_ONLY.format(name=name))
             return self.library_call(*tensors)
         known = self._last
-        addresses = None if known is None else known.recognise(tensors)
+        addresses = None if known is None else known.recognise(*tensors)
         if addresses is None:
             if isinstance(tensors[0], FakeTensor):  # before its address is asked for: torch warns of that
                 self.check(*tensors)
@@ -138,7 +137,7 @@ class Op:
             if known is not None:
                 known.learn(tensors)
         if known is None:
-            alike = self._kinds is not None and self._kinds.include(tensors)
+            alike = self._kinds(*tensors) is not None
             self.check(*tensors, alike=alike)
             device = next(t.device for t in tensors if t is not None)
             if device.type == "meta":  # shapes and dtypes are all that is asked for
@@ -152,7 +151,7 @@ class Op:
             with nullcontext() if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device):
                 known = _Known(self._make_plan(tensors, device))
             if not alike:
-                self._kinds = _Kinds(tensors)
+                self._kinds = recogniser(tensors, _modes, exact=False)
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             self._plans[key] = known
@@ -218,62 +217,24 @@ class Op:
         return _resolve.preload_ops([self], device=device, **values)
 
 
-_address = Tensor.data_ptr
-
-
 def _modes() -> tuple[object, ...]:
     """What a call's plan depends on besides its tensors."""
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), targets.default(), dual_level()
-
-
-class _Kinds:
-    """Tells in one look whether a call has tensors of the same kinds as one that was checked, in the same places."""
-
-    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
-        self._given = [i for i, t in enumerate(tensors) if t is not None]
-        self._absent = [i for i, t in enumerate(tensors) if t is None]
-        self._modes = _modes()
-        self._same = recogniser([t for t in tensors if t is not None], exact=False)
-
-    def include(self, tensors: Sequence[Tensor | None]) -> bool:
-        if any(tensors[i] is not None for i in self._absent) or self._modes != _modes():
-            return False
-        return self._same(*[tensors[i] for i in self._given])
+    return is_grad_enabled(), is_inference_mode_enabled(), targets.default(), dual_level()
 
 
 class _Known:
     """A plan, and from its second call on what it takes to recognise a call of it in less time than making the call's key."""
 
-    __slots__ = ("_absent", "_alignment", "_given", "_modes", "_same", "plan")
+    __slots__ = ("plan", "recognise")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._same: Callable[..., bool] | None = None
+        self.recognise: Recognise = unknown
 
     def learn(self, tensors: Sequence[Tensor | None]) -> None:
         """Makes ready to recognise calls with the key of this one."""
-        if self._same is None:
-            given = [i for i, t in enumerate(tensors) if t is not None]
-            self._given = operator.itemgetter(*given)  # two or more: every op has as many
-            self._absent = [i for i, t in enumerate(tensors) if t is None]
-            self._modes = _modes()
-            self._alignment = [address & 15 for address in map(_address, self._given(tensors))]
-            self._same = recogniser(self._given(tensors), exact=True)  # last: other threads take what they find
-
-    def recognise(self, tensors: Sequence[Tensor | None]) -> list[int] | None:
-        """The addresses of the tensors that are given, where the call's key is that of the plan; None where it is not or cannot be told
-        (one tensor as two arguments, say)."""
-        same = self._same
-        if same is None:
-            return None
-        given = self._given(tensors)
-        if not same(*given) or self._modes != _modes():
-            return None
-        for i in self._absent:
-            if tensors[i] is not None:
-                return None
-        addresses = list(map(_address, given))
-        return addresses if [address & 15 for address in addresses] == self._alignment else None
+        if self.recognise is unknown:
+            self.recognise = recogniser(tensors, _modes, exact=True)
 
 
 def _signature(tensors: Sequence[Tensor | None]) -> tuple[object, ...]:

@@ -97,18 +97,21 @@ class Plan:
         slots: Iterable[Slot] = (outputs,) if isinstance(outputs, Slot) else outputs
         self._returned = tuple([s.base for s in slots])
         # One kernel that fills one new tensor, as decode: nothing of what else there may be is looked at.
-        alone = len(made) == len(self._steps) == 1 and self._single and self._returned[0] == planner.inputs
-        self._alone = alone and not (self._densify or self._inside or self._steps[0][2])
+        self._alone: Any = None
+        if len(made) == len(self._steps) == 1 and self._single and self._returned[0] == planner.inputs:
+            fire, pick, of_memory = self._steps[0]
+            if not (self._densify or self._inside or of_memory):
+                self._alone = (*made[0], fire, pick)
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Tensor | tuple[Tensor, ...]:
         """Runs on the current stream of the tensors' device, which is the current device.
 
         ``addresses`` are those of the tensors that are given; it is added to."""
-        if self._alone:
-            (shape, stride, dtype), (step, pick, _) = self._made[0], self._steps[0]
+        if self._alone is not None:
+            shape, stride, dtype, fire, pick = self._alone
             out = (empty_strided if deterministic() else allocate)(shape, stride, dtype)
             addresses.append(out.data_ptr())
-            step(pick(addresses), torch._C._cuda_getCurrentRawStream(self.ordinal))
+            fire(pick(addresses), torch._C._cuda_getCurrentRawStream(self.ordinal))
             return out
         if self._densify:
             tensors = list(tensors)

@@ -6,7 +6,7 @@ torch's own compiled code allocates and checks its inputs through the same funct
 
 from __future__ import annotations
 
-import operator
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _functorch: Any = getattr(torch._C, "_functorch", None)
-_is_nested: Callable[[Any], bool] = operator.attrgetter("is_nested")
 
 
 def empty_strided(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -31,27 +30,70 @@ deterministic: Callable[[], bool] = getattr(torch._C, "_get_deterministic_algori
 allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(_guards, "_empty_strided_cuda", empty_strided)
 
 
-def recogniser(tensors: Sequence[Tensor], exact: bool) -> Callable[..., bool]:
-    """A function that says of as many arguments whether they are tensors like these: class, rank, dtype, device, lazy negation,
-    inference mode, none that requires grad where grad is enabled, and with ``exact`` shape and strides. It says yes of no others, and may
-    say no of some that are.
+Recognise = Callable[..., list[int] | None]
 
-    Always no where torch has no such test. Whether grad is enabled and inference mode is on is for the caller to compare.
+
+def recogniser(tensors: Sequence[Tensor | None], modes: Callable[[], object], exact: bool) -> Recognise:
+    """A function of as many arguments that gives the addresses of those that are tensors, where the call is like one with ``tensors``
+    now; else None.
+
+    Like: tensors in the same places and None in the others; equal ``modes()``; of each tensor class, rank, dtype, device, lazy negation,
+    inference mode, none that requires grad where grad is enabled; with ``exact`` also shape, strides and address modulo 16. It may say
+    None of some that are alike, and always does where torch has no such test. ``modes`` must have whether grad is enabled and inference
+    mode is on.
     """
-    shapes = [list(t.shape) if exact else [None] * t.dim() for t in tensors]
-    strides = [list(t.stride()) if exact else [None] * t.dim() for t in tensors]
+    there = [t for t in tensors if t is not None]
+    shapes = [list(t.shape) if exact else [None] * t.dim() for t in there]
+    strides = [list(t.stride()) if exact else [None] * t.dim() for t in there]
     try:
-        check: Callable[..., bool] = _guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+        check: Callable[..., bool] = _guards.TensorGuards(*there, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
     except (AttributeError, TypeError, RuntimeError):
-        return _no
+        return unknown
+    places = tuple([t.data_ptr() & 15 for t in there]) if exact else None
+    return _written(tuple([t is not None for t in tensors]))(check, modes, modes(), Tensor.data_ptr, places)
 
-    def same(*others: Any) -> bool:
-        try:  # torch's test ends the process where it looks for a nested tensor's strides
-            return True not in map(_is_nested, others) and check(*others)
+
+def unknown(*tensors: Any) -> None:
+    """A Recognise that knows no call."""
+
+
+#: Written out for a call's arguments, since loops over them would take as long again. torch's test ends the process where it looks
+#: for a nested tensor's strides.
+_SOURCE = """
+def make(check, modes, same_modes, address, places):
+    def recognise({arguments}):
+        if {absent}modes() != same_modes:
+            return None
+        try:
+            if {nested} or not check({given}):
+                return None
         except AttributeError:  # no tensor
-            return False
+            return None
+        {addresses} = {calls}
+        if places is not None and ({remainders}) != places:
+            return None
+        return [{addresses}]
+    return recognise
+"""
 
-    return same
+
+@functools.cache
+def _written(there: tuple[bool, ...]) -> Callable[..., Recognise]:
+    every = [f"t{i}" for i in range(len(there))]
+    given = [name for name, is_there in zip(every, there) if is_there]
+    source = _SOURCE.format(
+        arguments=", ".join(every),
+        absent="".join(f"{name} is not None or " for name in every if name not in given),
+        nested=" or ".join(f"{name}.is_nested" for name in given),
+        given=", ".join(given),
+        addresses=", ".join(f"a{name}" for name in given),
+        calls=", ".join(f"address({name})" for name in given),
+        remainders=", ".join(f"a{name} & 15" for name in given),
+    )
+    names: dict[str, Any] = {}
+    exec(source, names)
+    make: Callable[..., Recognise] = names["make"]
+    return make
 
 
 def _no(*tensors: Tensor) -> bool:
