@@ -21,15 +21,26 @@ def changed(**places: torch.Tensor | None) -> list[torch.Tensor | None]:
     return made
 
 
+class Plan:
+    """Whose calls give the addresses that they get."""
+
+    def written(self):
+        return "return [{addresses}]", {}
+
+
+def kinds_of(call: list[torch.Tensor | None]):
+    return _torch.recogniser(call, _base._modes, exact=False, then="return True")
+
+
 def learnt(call: list[torch.Tensor | None]) -> _base._Known:
-    known = _base._Known("a plan")
-    assert known.recognise(*call) is None
+    known = _base._Known(Plan())
+    assert known.call(*call) is None
     known.learn(call)
     return known
 
 
 def recognised(known: _base._Known, call: list[torch.Tensor | None]) -> bool:
-    addresses = known.recognise(*call)
+    addresses = known.call(*call)
     assert addresses is None or addresses == [t.data_ptr() for t in call if t is not None]
     return addresses is not None
 
@@ -78,13 +89,13 @@ def test_others_are_not(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_kinds_are_all_but_sizes_strides_and_addresses(name):
-    kinds = _torch.recogniser(tensors(), _base._modes, exact=False)
+    kinds = kinds_of(tensors())
     assert kinds(*tensors()) is not None
     assert (kinds(*OTHERS[name]) is not None) == (name in SIZES)
 
 
 def test_modes_are_part_of_kinds():
-    kinds = _torch.recogniser(tensors(), _base._modes, exact=False)
+    kinds = kinds_of(tensors())
     with torch.no_grad():
         assert kinds(*tensors()) is None
 
@@ -111,7 +122,7 @@ def test_modes_and_default_target_are_part_of_it():
 @pytest.mark.parametrize("guards", [None, object()], ids=["no module", "no class"])
 def test_without_torchs_test_none_is_recognised(monkeypatch, guards):
     monkeypatch.setattr("tileops.ops._torch._guards", guards)
-    assert not recognised(learnt(tensors()), tensors()) and _torch.recogniser(tensors(), _base._modes, exact=False) is _torch.unknown
+    assert not recognised(learnt(tensors()), tensors()) and kinds_of(tensors()) is _torch.unknown
 
 
 def test_a_subclass_keeps_its_own_call():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import contextmanager
 
 import helpers_store as h
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not install
 from tileops.config import Param
 from tileops.driver import Kernel, _api
 from tileops.errors import CorruptArtifactError
-from tileops.ops import _planner, _resolve
+from tileops.ops import _planner, _resolve, _torch
 
 PARAMS = (
     Param("x", "pointer", "x"),
@@ -70,21 +71,32 @@ def test_one_that_the_kernel_needs_is_missed(planned):
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_one_launch_into_one_new_tensor(planned, monkeypatch, alone):
-    """Decode's kind of plan, by its own short way and by the way of all others."""
-    fired = []
+@pytest.mark.parametrize("current", [0, 1])
+def test_one_launch_into_one_new_tensor(planned, monkeypatch, alone, current):
+    """Decode's kind of plan, as a recognised call runs it: by its own short way, by the way of all others, and on another device."""
+    fired, entered = [], []
+
+    @contextmanager
+    def device(ordinal):
+        entered.append(ordinal)
+        yield
+
     monkeypatch.setattr(_planner.Launch, "fire", lambda self, addresses, stream: fired.append((list(addresses), stream)))
     monkeypatch.setattr(_planner, "allocate", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda ordinal: 7, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    planned.device = torch.device("cuda", 0)
     out = planned.empty((4, 6), torch.bfloat16)
     planned.launch("recurrent", {}, {"x": planned.slots[0], "D": out}, {"B": 3})
     plan = _planner.Plan(planned, out)
     assert plan._alone is not None
     plan._alone = plan._alone if alone else None
     x = torch.zeros(4, 6)
-    made = plan.run([x, None], [x.data_ptr()])
+    then, names = plan.written()
+    made = _torch.recogniser([x, None], lambda: 0, exact=True, then=then, names=names)(x, None)
     assert made.shape == (4, 6) and made.stride() == (6, 1) and made.dtype == torch.bfloat16
-    assert fired == [([x.data_ptr(), made.data_ptr()], 7)]
+    assert fired == [([x.data_ptr(), made.data_ptr()], 7)] and entered == [0] * current
 
 
 def test_plans_of_more_than_that_do_not_take_the_short_way(planned):

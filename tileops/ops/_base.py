@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from tileops import targets
 from tileops.config import Value
 from tileops.errors import TileOpsError
 from tileops.ops._checks import FORWARD_ONLY
-from tileops.ops._torch import Recognise, dual_level, recogniser, unknown
+from tileops.ops._torch import dual_level, recogniser, unknown
 
 if TYPE_CHECKING:
     from tileops.ops._planner import Plan, Planner, Slot
@@ -55,7 +55,7 @@ class Op:
         self.target = target
         self._plans: dict[object, _Known] = {}
         self._last: _Known | None = None
-        self._kinds: Recognise = unknown
+        self._kinds: Callable[..., bool | None] = unknown  # whether a call's tensors are of kinds that were checked
         self._load_known()
 
     def __init_subclass__(cls) -> None:
@@ -122,21 +122,23 @@ class Op:
                         raise ValueError(FORWARD_ONLY.format(name=name))
             return self.library_call(*tensors)
         known = self._last
-        addresses = None if known is None else known.recognise(*tensors)
-        if addresses is None:
-            if isinstance(tensors[0], FakeTensor):  # before its address is asked for: torch warns of that
-                self.check(*tensors)
-                return self.library_call(*tensors)
-            try:
-                addresses = [t.data_ptr() for t in tensors if t is not None]
-                key = (_signature(tensors), _modes())
-            except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse, of vmap): check() has the words for it
-                self.check(*tensors)
-                raise
-            known = self._plans.get(key)
-            if known is not None:
-                known.learn(tensors)
-        if known is None:
+        if known is not None:
+            result = known.call(*tensors)
+            if result is not None:
+                return result
+        if isinstance(tensors[0], FakeTensor):  # before its address is asked for: torch warns of that
+            self.check(*tensors)
+            return self.library_call(*tensors)
+        try:
+            addresses = [t.data_ptr() for t in tensors if t is not None]
+            key = (_signature(tensors), _modes())
+        except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse, of vmap): check() has the words for it
+            self.check(*tensors)
+            raise
+        known = self._plans.get(key)
+        if known is not None:
+            known.learn(tensors)
+        else:
             alike = self._kinds(*tensors) is not None
             self.check(*tensors, alike=alike)
             device = next(t.device for t in tensors if t is not None)
@@ -151,7 +153,7 @@ class Op:
             with nullcontext() if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device):
                 known = _Known(self._make_plan(tensors, device))
             if not alike:
-                self._kinds = recogniser(tensors, _modes, exact=False)
+                self._kinds = recogniser(tensors, _modes, exact=False, then="return True")
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             self._plans[key] = known
@@ -223,18 +225,22 @@ def _modes() -> tuple[object, ...]:
 
 
 class _Known:
-    """A plan, and from its second call on what it takes to recognise a call of it in less time than making the call's key."""
+    """A plan, and from its second call on ``call``, which recognises a call of it in less time than making the call's key takes, and
+    then runs it; of others it returns None."""
 
-    __slots__ = ("plan", "recognise")
+    __slots__ = ("_learnt", "call", "plan")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.recognise: Recognise = unknown
+        self.call: Callable[..., Result | None] = unknown
+        self._learnt = False
 
     def learn(self, tensors: Sequence[Tensor | None]) -> None:
         """Makes ready to recognise calls with the key of this one."""
-        if self.recognise is unknown:
-            self.recognise = recogniser(tensors, _modes, exact=True)
+        if not self._learnt:
+            self._learnt = True
+            then, names = self.plan.written()
+            self.call = recogniser(tensors, _modes, exact=True, then=then, names=names)
 
 
 def _signature(tensors: Sequence[Tensor | None]) -> tuple[object, ...]:

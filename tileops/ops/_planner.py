@@ -96,23 +96,17 @@ class Plan:
         self._single = isinstance(outputs, Slot)
         slots: Iterable[Slot] = (outputs,) if isinstance(outputs, Slot) else outputs
         self._returned = tuple([s.base for s in slots])
-        # One kernel that fills one new tensor, as decode: nothing of what else there may be is looked at.
-        self._alone: Any = None
-        if len(made) == len(self._steps) == 1 and self._single and self._returned[0] == planner.inputs:
-            fire, pick, of_memory = self._steps[0]
-            if not (self._densify or self._inside or of_memory):
-                self._alone = (*made[0], fire, pick)
+        # One kernel that fills one new tensor, as decode: written() has it by itself.
+        alone = len(made) == len(self._steps) == 1 and self._single and self._returned[0] == planner.inputs
+        self._alone: list[str] | None = None
+        if alone and not (self._densify or self._inside or planner.steps[0].memory):
+            names = [*[f"a{i}" for i in range(len(there) - 1)], "out.data_ptr()"]
+            self._alone = [names[place(slot)] for slot in planner.steps[0].slots]
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Tensor | tuple[Tensor, ...]:
         """Runs on the current stream of the tensors' device, which is the current device.
 
         ``addresses`` are those of the tensors that are given; it is added to."""
-        if self._alone is not None:
-            shape, stride, dtype, fire, pick = self._alone
-            out = (empty_strided if deterministic() else allocate)(shape, stride, dtype)
-            addresses.append(out.data_ptr())
-            fire(pick(addresses), torch._C._cuda_getCurrentRawStream(self.ordinal))
-            return out
         if self._densify:
             tensors = list(tensors)
             for base, at, more in self._densify:
@@ -134,6 +128,29 @@ class Plan:
         if self._single:
             return memory[self._returned[0]]  # type: ignore[return-value]
         return tuple([memory[base] for base in self._returned])  # type: ignore[misc]
+
+    def written(self) -> tuple[str, dict[str, object]]:
+        """What a call that is recognised does: statements for ``_torch.recogniser``, and the names in them."""
+        names: dict[str, object] = {"run": self.run, "ordinal": self.ordinal, "device": torch.cuda.device}
+        names["current"] = torch._C._cuda_getDevice
+        if self._alone is None:
+            return _ON_ITS_DEVICE + "return run(({arguments},), [{addresses}])", names
+        (names["shape"], names["stride"], names["dtype"]), (names["fire"], _, _) = self._made[0], self._steps[0]
+        names.update(allocate=allocate, empty_strided=empty_strided, deterministic=deterministic)
+        names["stream"] = torch._C._cuda_getCurrentRawStream
+        return _ON_ITS_DEVICE + _ALONE.format(addresses=", ".join(self._alone)), names
+
+
+_ON_ITS_DEVICE = """
+if current() != ordinal:
+    with device(ordinal):
+        return run(({arguments},), [{addresses}])
+"""
+_ALONE = """
+out = (empty_strided if deterministic() else allocate)(shape, stride, dtype)
+fire(({addresses},), stream(ordinal))
+return out
+"""
 
 
 @dataclass(frozen=True)

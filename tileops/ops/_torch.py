@@ -7,7 +7,9 @@ torch's own compiled code allocates and checks its inputs through the same funct
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -30,70 +32,75 @@ deterministic: Callable[[], bool] = getattr(torch._C, "_get_deterministic_algori
 allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = getattr(_guards, "_empty_strided_cuda", empty_strided)
 
 
-Recognise = Callable[..., list[int] | None]
-
-
-def recogniser(tensors: Sequence[Tensor | None], modes: Callable[[], object], exact: bool) -> Recognise:
-    """A function of as many arguments that gives the addresses of those that are tensors, where the call is like one with ``tensors``
-    now; else None.
+def recogniser(
+    tensors: Sequence[Tensor | None],
+    modes: Callable[[], object],
+    *,
+    exact: bool,
+    then: str,
+    names: Mapping[str, object] | None = None,
+) -> Callable[..., Any]:
+    """A function of as many arguments that does ``then`` where the call is like one with ``tensors`` now, and else returns None.
 
     Like: tensors in the same places and None in the others; equal ``modes()``; of each tensor class, rank, dtype, device, lazy negation,
     inference mode, none that requires grad where grad is enabled; with ``exact`` also shape, strides and address modulo 16. It may say
     None of some that are alike, and always does where torch has no such test. ``modes`` must have whether grad is enabled and inference
     mode is on.
+
+    ``then``: statements over ``names`` and a0, a1 ..., the addresses of the tensors; ``{addresses}`` stands for all of these,
+    ``{arguments}`` for the call's arguments.
     """
     there = [t for t in tensors if t is not None]
     shapes = [list(t.shape) if exact else [None] * t.dim() for t in there]
     strides = [list(t.stride()) if exact else [None] * t.dim() for t in there]
     try:
-        check: Callable[..., bool] = _guards.TensorGuards(*there, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+        check = _guards.TensorGuards(*there, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
     except (AttributeError, TypeError, RuntimeError):
         return unknown
-    places = tuple([t.data_ptr() & 15 for t in there]) if exact else None
-    return _written(tuple([t is not None for t in tensors]))(check, modes, modes(), Tensor.data_ptr, places)
+    made = {**(names or {}), "check": check, "modes": modes, "same_modes": modes(), "address": Tensor.data_ptr}
+    made["remainders"] = tuple([t.data_ptr() & 15 for t in there])
+    exec(_written(tuple([t is not None for t in tensors]), exact, then), made)
+    call: Callable[..., Any] = made["call"]
+    return call
 
 
 def unknown(*tensors: Any) -> None:
-    """A Recognise that knows no call."""
+    """What a ``recogniser`` would make that knows no call."""
 
 
-#: Written out for a call's arguments, since loops over them would take as long again. torch's test ends the process where it looks
-#: for a nested tensor's strides.
-_SOURCE = """
-def make(check, modes, same_modes, address, places):
-    def recognise({arguments}):
-        if {absent}modes() != same_modes:
+#: Written out for a call's arguments, since loops over them and calls in between would take half as long again. torch's test ends the
+#: process where it looks for a nested tensor's strides.
+_CALL = """
+def call({arguments}):
+    if {absent}modes() != same_modes:
+        return None
+    try:
+        if {nested} or not check({given}):
             return None
-        try:
-            if {nested} or not check({given}):
-                return None
-        except AttributeError:  # no tensor
-            return None
-        {addresses} = {calls}
-        if places is not None and ({remainders}) != places:
-            return None
-        return [{addresses}]
-    return recognise
+    except AttributeError:  # no tensor
+        return None
+    {read}
+    if {exact} and ({remainders},) != remainders:
+        return None
 """
 
 
-@functools.cache
-def _written(there: tuple[bool, ...]) -> Callable[..., Recognise]:
+@functools.lru_cache(maxsize=256)
+def _written(there: tuple[bool, ...], exact: bool, then: str) -> CodeType:
     every = [f"t{i}" for i in range(len(there))]
     given = [name for name, is_there in zip(every, there) if is_there]
-    source = _SOURCE.format(
-        arguments=", ".join(every),
-        absent="".join(f"{name} is not None or " for name in every if name not in given),
-        nested=" or ".join(f"{name}.is_nested" for name in given),
-        given=", ".join(given),
-        addresses=", ".join(f"a{name}" for name in given),
-        calls=", ".join(f"address({name})" for name in given),
-        remainders=", ".join(f"a{name} & 15" for name in given),
-    )
-    names: dict[str, Any] = {}
-    exec(source, names)
-    make: Callable[..., Recognise] = names["make"]
-    return make
+    addresses = [f"a{i}" for i in range(len(given))]
+    words = {
+        "arguments": ", ".join(every),
+        "absent": "".join(f"{name} is not None or " for name in every if name not in given),
+        "nested": " or ".join(f"{name}.is_nested" for name in given),
+        "given": ", ".join(given),
+        "addresses": ", ".join(addresses),
+        "read": "; ".join(f"{a} = address({name})" for a, name in zip(addresses, given)),
+        "exact": exact,
+        "remainders": ", ".join(f"{a} & 15" for a in addresses),
+    }
+    return compile((_CALL + textwrap.indent(then, "    ")).format_map(words), "<call>", "exec")
 
 
 def _no(*tensors: Tensor) -> bool:
