@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import helpers_store as h
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
 
+from tileops import driver
 from tileops.config import Param
 from tileops.driver import Kernel, _api
 from tileops.errors import CorruptArtifactError
@@ -74,14 +76,22 @@ def test_one_that_the_kernel_needs_is_missed(planned):
 @pytest.mark.parametrize("current", [0, 1])
 def test_one_launch_into_one_new_tensor(planned, monkeypatch, alone, current):
     """Decode's kind of plan, as a recognised call runs it: by its own short way, by the way of all others, and on another device."""
-    fired, entered = [], []
+    launched, entered, status = [], [], 0
+
+    def launch(description, function, parameters, extra):
+        x, out = (ctypes.c_uint64.from_address(at).value for at in (ctypes.c_uint64 * 2).from_address(parameters.value))
+        stream = ctypes.c_uint64.from_address(description.value + 32).value
+        launched.append((x, out, stream))
+        return status
 
     @contextmanager
     def device(ordinal):
         entered.append(ordinal)
         yield
 
-    monkeypatch.setattr(_planner.Launch, "fire", lambda self, addresses, stream: fired.append((list(addresses), stream)))
+    monkeypatch.setattr(_api, "function", lambda name, version: launch)
+    monkeypatch.setattr(_api, "failure", lambda name, status, about: RuntimeError(f"{name} {status}"))
+    monkeypatch.setattr(driver, "device_info", lambda ordinal: SimpleNamespace(name="a GPU"))
     monkeypatch.setattr(_planner, "allocate", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda ordinal: 7, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
@@ -94,9 +104,13 @@ def test_one_launch_into_one_new_tensor(planned, monkeypatch, alone, current):
     plan._alone = plan._alone if alone else None
     x = torch.zeros(4, 6)
     then, names = plan.written()
-    made = _torch.recogniser([x, None], lambda: 0, exact=True, then=then, names=names)(x, None)
+    call = _torch.recogniser([x, None], lambda: 0, exact=True, then=then, names=names)
+    made = call(x, None)
     assert made.shape == (4, 6) and made.stride() == (6, 1) and made.dtype == torch.bfloat16
-    assert fired == [([x.data_ptr(), made.data_ptr()], 7)] and entered == [0] * current
+    assert launched == [(x.data_ptr(), made.data_ptr(), 7)] and entered == [0] * current
+    status = 700
+    with pytest.raises(RuntimeError, match=r"^cuLaunchKernelEx 700$"):
+        call(x, None)
 
 
 def test_plans_of_more_than_that_do_not_take_the_short_way(planned):

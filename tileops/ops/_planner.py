@@ -96,12 +96,13 @@ class Plan:
         self._single = isinstance(outputs, Slot)
         slots: Iterable[Slot] = (outputs,) if isinstance(outputs, Slot) else outputs
         self._returned = tuple([s.base for s in slots])
-        # One kernel that fills one new tensor, as decode: written() has it by itself.
-        alone = len(made) == len(self._steps) == 1 and self._single and self._returned[0] == planner.inputs
-        self._alone: list[str] | None = None
-        if alone and not (self._densify or self._inside or planner.steps[0].memory):
-            names = [*[f"a{i}" for i in range(len(there) - 1)], "out.data_ptr()"]
-            self._alone = [names[place(slot)] for slot in planner.steps[0].slots]
+        # One kernel that fills one new tensor, as decode: a recognised call has it written out.
+        self._alone: tuple[str, dict[str, object]] | None = None
+        if len(made) == len(self._steps) == 1 and self._single and self._returned[0] == planner.inputs:
+            step = planner.steps[0]
+            if step.launch is not None and not (self._densify or self._inside):
+                names = [*[f"a{i}" for i in range(len(there) - 1)], "out.data_ptr()"]
+                self._alone = step.launch.written(", ".join([names[place(slot)] for slot in step.slots]), "stream(ordinal)")
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Tensor | tuple[Tensor, ...]:
         """Runs on the current stream of the tensors' device, which is the current device.
@@ -135,10 +136,11 @@ class Plan:
         names["current"] = torch._C._cuda_getDevice
         if self._alone is None:
             return _ON_ITS_DEVICE + "return run(({arguments},), [{addresses}])", names
-        (names["shape"], names["stride"], names["dtype"]), (names["fire"], _, _) = self._made[0], self._steps[0]
+        fire, its_names = self._alone
+        names["shape"], names["stride"], names["dtype"] = self._made[0]
         names.update(allocate=allocate, empty_strided=empty_strided, deterministic=deterministic)
         names["stream"] = torch._C._cuda_getCurrentRawStream
-        return _ON_ITS_DEVICE + _ALONE.format(addresses=", ".join(self._alone)), names
+        return _ON_ITS_DEVICE + _NEW + fire + "return out", {**names, **its_names}
 
 
 _ON_ITS_DEVICE = """
@@ -146,11 +148,7 @@ if current() != ordinal:
     with device(ordinal):
         return run(({arguments},), [{addresses}])
 """
-_ALONE = """
-out = (empty_strided if deterministic() else allocate)(shape, stride, dtype)
-fire(({addresses},), stream(ordinal))
-return out
-"""
+_NEW = "out = (empty_strided if deterministic() else allocate)(shape, stride, dtype)"
 
 
 @dataclass(frozen=True)
@@ -160,6 +158,7 @@ class _Step:
     run: Callable[[Sequence[Any], int], None]
     slots: Sequence[Slot]
     memory: bool = False
+    launch: Launch | None = None  # whose ``fire`` it is
 
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -234,16 +233,14 @@ class Planner:
             return  # nothing to compute; the op has filled what a zero size still defines
         loaded = _resolve.obtain(kernel, values, self.device.index)
         record, strides = loaded.record, loaded.form.strides
+        absent = tuple([name for name, slot in tensors.items() if slot is None])
+        for name in absent:
+            if name not in record.optional:
+                raise ValueError(f"{kernel}: {name} is not optional.")
         placed: dict[str, Slot] = {}
-        absent = []
-        sizes = dict(dims)
+        sizes = {**loaded.form.no_strides(absent), **dims}
         for name, slot in tensors.items():
             if slot is None:
-                if name not in record.optional:
-                    raise ValueError(f"{kernel}: {name} is not optional.")
-                absent.append(name)
-                for stride, _ in strides.get(name, ()):
-                    sizes[stride] = 0
                 continue
             nbytes = record.alignment.get(name, 1)
             if slot.base_alignment % nbytes or slot.offset % nbytes:
@@ -253,7 +250,7 @@ class Planner:
                 # The stride of a dimension of size 1 is arbitrary in torch; the kernel may assume that it is a multiple of 16 bytes.
                 if i < len(slot.shape):
                     sizes[stride] = slot.stride[i] if slot.shape[i] > 1 else 0
-        launch = Launch(loaded, sizes, floats or {}, tuple(absent))
+        launch = Launch(loaded, sizes, floats or {}, absent)
         if launch.empty:
             return
         try:
@@ -263,7 +260,7 @@ class Planner:
             raise CorruptArtifactError(
                 f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
             ) from None
-        self.steps.append(_Step(launch.fire, slots))
+        self.steps.append(_Step(launch.fire, slots, launch=launch))
 
     def _realigned(self, slot: Slot, nbytes: int, what: str) -> Slot:
         """A copy of ``slot``, of which the kernel needs a better aligned start (a small vector cut out of a larger one)."""
