@@ -60,6 +60,7 @@ def main() -> int:
         out[f"host {key}"] = timing.host_us([call], device)[0] / 1e3
     if name == "ours":
         out["new shape"] = new_shapes(adaptor.build(forward), sets[1], sync)
+        out["cpu_us"] = timing.cpu_us()
     replies.write(json.dumps(out) + "\n")
     return 0
 

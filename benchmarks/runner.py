@@ -362,6 +362,7 @@ def cold_rows(specs: list[Spec], found: dict[str, Path], device: str) -> Iterato
     for thread in threads:
         thread.join()
     good = [r for r in runs if "failed" not in r]
+    cpu_us = statistics.median(r["cpu_us"] for r in good) if good else None
     forward, second, decode = specs
     quantities = {
         "import": (forward, "import, beyond torch's"),
@@ -384,12 +385,14 @@ def cold_rows(specs: list[Spec], found: dict[str, Path], device: str) -> Iterato
         if "host" in key:
             row["host_us"] = None if row["ms"] is None else row["ms"] * 1e3
             row["peers_host_us"] = {name: None if ms is None else ms * 1e3 for name, ms in row["peers_ms"].items()}
+        row["cpu_us"] = cpu_us
         yield _with_reasons(row, runs, answers)
     over = sorted(ms for r in good for ms in r["new shape"])
     row = {**row_of(forward), "name": "a new batch and seqlen, host time over a repeated call", "quantity": "new shape", "peers_ms": {}}
     row["ms"] = statistics.median(over) if over else None
     row["ms_p99"] = over[int(0.99 * (len(over) - 1))] if over else None
     row["shapes"] = len(over)
+    row["cpu_us"] = cpu_us
     yield _with_reasons(row, runs, answers)
 
 

@@ -104,6 +104,11 @@ def host_us(calls: Sequence[Call], device: str, *, batches: int = 20, length: in
     return quantiles(times)
 
 
+def cpu_us() -> float:
+    """Microseconds of a loop of the interpreter: how fast the CPU is at the moment. Of one machine, two speeds were seen, twice apart."""
+    return quantiles([_seconds(lambda: sum(range(1000))) * 1e6 for _ in range(50)])[0]
+
+
 def _seconds(call: Call) -> float:
     start = time.perf_counter()
     call()

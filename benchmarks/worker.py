@@ -87,6 +87,7 @@ def measure(adaptor: Any, spec: Spec, device: str, contiguous: bool = False, rou
         "gpu_us": gpu,
         "spread": spread,
         "host_us": host,
+        "cpu_us": timing.cpu_us(),
         "host_spread": host_spread,
         "first_call_ms": first_call_ms,
         "error": errors[main],

@@ -191,7 +191,7 @@ def test_rows_set_ours_beside_the_peers(result):
         assert list(row["peers_us"]) == list(row["peers_host_us"]) == list(row["peers_error"]) == peers
         assert row["peers_error"]["twin"] == row["error"] < 3e-3
         assert row["peers_us"]["absent"] is None and "ModuleNotFoundError" in row["peers_reason"]["absent"]
-        assert row["first_call_ms"] > 0 and row["host_us"] > 0 and row["bytes"] > 0
+        assert row["first_call_ms"] > 0 and row["host_us"] > 0 and row["cpu_us"] > 0 and row["bytes"] > 0
         assert (set(row.get("rounding_errors", ())) == {"y", "state"}) == (row["op"] == "Mamba2FwdOp")
         assert (row.get("in_place_us", 0) > 0) == (row["op"] == "SSDRecurrentFwdOp")
         assert (row.get("negation_us", 0) > 0) == (row["op"] == "SSDChunkCumsumFwdOp")
@@ -203,6 +203,7 @@ def test_cold_rows_say_what_a_fresh_process_pays(result):
     assert rows["first forward"]["first_call_ms"] == rows["first forward"]["ms"] > 0
     assert rows["first forward"]["peers_ms"]["twin"] > 0 and rows["first forward"]["peers_ms"]["absent"] is None
     assert rows["host decode"]["host_us"] > 0 and rows["new shape"]["shapes"] > 10
+    assert all(row["cpu_us"] > 0 for row in rows.values())
 
 
 def test_a_process_that_drew_other_inputs_is_not_compared(tmp_path):
