@@ -46,8 +46,10 @@ def writes(out: Slot) -> bool:
 def _mappable(slot: Slot) -> bool:
     """Whether a tensor map can describe the slot: contiguous 16-byte aligned rows, no stride of 0 (an expanded dimension)."""
     longest = _LONGEST_STRIDE // slot.dtype.itemsize
-    pitched = all(0 < s < longest for n, s in zip(slot.shape[:-1], slot.stride) if n > 1)
-    return pitched and slot.stride[-1] == 1 and slot.aligned(WIDE)
+    for n, s in zip(slot.shape[:-1], slot.stride):
+        if n > 1 and not 0 < s < longest:
+            return False
+    return slot.stride[-1] == 1 and slot.aligned(WIDE)
 
 
 @dataclass(frozen=True)

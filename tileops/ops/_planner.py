@@ -50,7 +50,10 @@ class Slot(NamedTuple):
         if self.base_alignment % nbytes or self.offset % nbytes:
             return False
         size = self.dtype.itemsize
-        return not any(s * size % nbytes for n, s in zip(self.shape[:-1], self.stride) if n > 1)
+        for n, s in zip(self.shape[:-1], self.stride):
+            if n > 1 and s * size % nbytes:
+                return False
+        return True
 
     def is_contiguous(self) -> bool:
         contiguous = contiguous_strides(self.shape)
