@@ -34,7 +34,8 @@ def checkout(tmp_path_factory) -> Path:
 
 def demo(checkout: Path) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "examples/mamba2_block.py", "--device", "cpu"]
-    env = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    # Not the user's cache: a kernel there stands in for one that is damaged.
+    env = {**os.environ, "PYTHONPATH": str(checkout), "TILEOPS_CACHE_DIR": str(checkout / "cache"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(line, cwd=checkout, env=env, capture_output=True, text=True, timeout=500)
 
 

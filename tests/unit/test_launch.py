@@ -32,6 +32,7 @@ PARAMS = (
 
 
 FUNCTION = 0xF00
+REFUSED = 0xBAD
 PROVENANCE = h.artifact().record.provenance
 GPU = driver.DeviceInfo(0, "a GPU", (9, 0), 232448, 12000, 132)
 
@@ -61,6 +62,8 @@ def launched(monkeypatch):
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
     def replace_address(tensor_map, address):
+        if address == REFUSED:
+            return 1
         ctypes.c_uint64.from_address(tensor_map).value = address
         return 0
 
@@ -105,6 +108,21 @@ def test_what_is_launched(launched):
         assert function == FUNCTION and parameters == list(made._addresses)
         at = dict(zip((p.name for p in PARAMS), parameters))
         assert [ctypes.c_uint64.from_address(at[name]).value for name in ("A", "y", "x_desc", "z_desc")] == list(addresses)
+
+
+def test_tensor_maps_are_where_the_call_is_also_after_one_that_failed(launched, monkeypatch):
+    monkeypatch.setattr(_api, "failure", lambda name, status, about: RuntimeError(name))
+    made = launch()
+    for x, z in ((0x100, 0x200), (0x100, 0x300), (0x400, REFUSED), (0x100, 0x300), (REFUSED, 0x200), (0x100, 0x200)):
+        if REFUSED in (x, z):
+            with pytest.raises(RuntimeError, match=r"^cuTensorMapReplaceAddress$"):
+                made.fire((0xA, 0xB, x, z), 0)
+            assert not launched
+        else:
+            made.fire((0xA, 0xB, x, z), 0)
+            _, _, parameters = launched.pop()
+            at = dict(zip((p.name for p in PARAMS), parameters))
+            assert [ctypes.c_uint64.from_address(at[name]).value for name in ("x_desc", "z_desc")] == [x, z]
 
 
 @pytest.mark.parametrize(
