@@ -6,6 +6,8 @@ from typing import Any
 
 #: key of a row -> what it is called; lower is better for all of them.
 _QUANTITIES = {"gpu_us": "GPU us", "host_us": "host us", "first_call_ms": "first call ms", "ms": "ms", "error": "error"}
+#: Of those, what the CPU's speed makes.
+_OF_HOST = ("host_us", "ms")
 #: Differences below these are nobody's concern, whatever their ratio.
 _LEAST = {"gpu_us": 0.2, "host_us": 1.0, "first_call_ms": 1.0, "ms": 0.5, "error": 1e-5}
 
@@ -18,12 +20,15 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float = 1.
     """Lines to print, and how many quantities became worse. Rows that one file alone has are named."""
     old = {identity(row): row for row in before["rows"]}
     new = {identity(row): row for row in after["rows"]}
-    lines, worse = [], 0
+    lines, worse, slower = [], 0, 0
     for key, row in new.items():
         if key not in old:
             lines.append(f"only in the second: {_name(row)}")
             continue
         for quantity, words in _QUANTITIES.items():
+            if quantity in _OF_HOST and old[key].get(quantity) is not None and _other_speed(old[key], row):
+                slower += 1
+                continue
             change = _change(old[key], row, quantity, threshold)
             if change is not None:
                 worse += change != "better"
@@ -34,6 +39,8 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float = 1.
         worse += 1
         lines.append("LOST   no row is in both")
     lines.append(f"{len(old.keys() & new.keys())} rows compared, {worse} regressions (threshold {threshold:g})")
+    if slower:
+        lines.append(f"{slower} host times not compared: the CPU had another speed")
     for what in ("gpu", "driver"):
         if before["machine"].get(what) != after["machine"].get(what):
             lines.append(f"different machines: {what} {before['machine'].get(what)} and {after['machine'].get(what)}")
@@ -49,6 +56,12 @@ def _change(old: dict[str, Any], new: dict[str, Any], quantity: str, threshold: 
     if abs(b - a) < _LEAST[quantity] or _within_spread(old, new, quantity):
         return None
     return "WORSE" if b > a * threshold else "better" if a > b * threshold else None
+
+
+def _other_speed(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether the CPU was more than a fifth faster for one of them, where both say how fast it was."""
+    a, b = old.get("cpu_us"), new.get("cpu_us")
+    return a is not None and b is not None and max(a, b) > 1.2 * min(a, b)
 
 
 def _within_spread(old: dict[str, Any], new: dict[str, Any], quantity: str) -> bool:

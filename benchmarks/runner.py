@@ -328,7 +328,7 @@ def measured_row(
                 reasons[peer] = answer["failed"]
             for ours_key, key in (("gpu_us", "us"), ("host_us", "host_us"), ("error", "error")):
                 row[f"peers_{key}"][peer] = answer.get(ours_key)
-            for key in ("spread", "host_spread", "errors", "output_dtype"):
+            for key in ("spread", "host_spread", "cpu_us", "errors", "output_dtype"):
                 row.setdefault(f"peers_{key}", {})[peer] = answer.get(key)
     if reasons:
         row["peers_reason"] = reasons

@@ -228,7 +228,7 @@ def test_wrong_sizes(op, name, shape, message):
         build(op)(**given)
     # Where a good call of the same kinds of tensors came before, sizes are all that is looked at.
     seen, now = ([t if t is None else t.clone() for t in call.values()] for call in (good(op), given))
-    alike = _torch.recogniser(seen, _base._modes, exact=False, then="return True")(*now) is True
+    alike = _torch.recogniser(seen, _base._modes, _base._modes(), exact=False, then="return True")(*now) is True
     assert alike == (len(shape) == good(op)[name].dim())
     with pytest.raises(ValueError, match=f"^{re.escape(f'{name}: {message}')}$"):
         build(op).check(*now, alike=alike)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -29,13 +33,13 @@ class Plan:
 
 
 def kinds_of(call: list[torch.Tensor | None]):
-    return _torch.recogniser(call, _base._modes, exact=False, then="return True")
+    return _torch.recogniser(call, _base._modes, _base._modes(), exact=False, then="return True")
 
 
 def learnt(call: list[torch.Tensor | None]) -> _base._Known:
     known = _base._Known(Plan())
     assert known.call(*call) is None
-    known.learn(call)
+    known.learn(call, _base._modes())
     return known
 
 
@@ -123,6 +127,56 @@ def test_modes_and_default_target_are_part_of_it():
 def test_without_torchs_test_none_is_recognised(monkeypatch, guards):
     monkeypatch.setattr("tileops.ops._torch._guards", guards)
     assert not recognised(learnt(tensors()), tensors()) and kinds_of(tensors()) is _torch.unknown
+
+
+def test_a_call_is_learnt_with_the_modes_that_its_key_has():
+    """Whatever another thread has set since."""
+    call, modes = tensors(), _base._modes()
+    known = _base._Known(Plan())
+    targets.set_default_target("reference")
+    try:
+        known.learn(call, modes)
+        assert not recognised(known, call)
+    finally:
+        targets.set_default_target(None)
+    assert recognised(known, call)
+
+
+def test_a_learnt_call_ends_with_its_plan():
+    """At once: a server may have the garbage collector off."""
+    gc.disable()
+    try:
+        known = learnt(tensors())
+        ended = weakref.ref(known.call), weakref.ref(known.plan)
+        del known
+        assert [ref() for ref in ended] == [None, None]
+    finally:
+        gc.enable()
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """Its memory given back, as FSDP does between uses."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_a_tensor_whose_memory_was_freed_is_not_recognised_and_an_empty_one_is():
+    known = learnt(tensors())
+    assert not recognised(known, changed(t0=freed(torch.zeros(4, 6, 8))))
+    with_empty = changed(t3=torch.zeros(0))
+    assert recognised(learnt(with_empty), with_empty)
+
+
+def test_one_is_refused_where_its_sizes_are_known(monkeypatch):
+    op = SSDStatePassingFwdOp()
+    monkeypatch.setattr(targets, "choose", lambda *_: targets.BUILTIN)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(op, "_make_plan", lambda *_: SimpleNamespace(run=lambda *_: "ran", ordinal=None, written=Plan().written))
+    states, decay = torch.zeros(1, 2, 3, 16), torch.zeros(1, 3, 2)
+    for _ in range(3):
+        assert op(states, decay) is not None
+    with pytest.raises(ValueError, match=r"^states: expected a tensor with memory that kernels can read"):
+        op(freed(states), decay)
 
 
 def test_a_subclass_keeps_its_own_call():

@@ -104,7 +104,7 @@ def test_one_launch_into_one_new_tensor(planned, monkeypatch, alone, current):
     plan._alone = plan._alone if alone else None
     x = torch.zeros(4, 6)
     then, names = plan.written()
-    call = _torch.recogniser([x, None], lambda: 0, exact=True, then=then, names=names)
+    call = _torch.recogniser([x, None], lambda: 0, 0, exact=True, then=then, names=names)
     made = call(x, None)
     assert made.shape == (4, 6) and made.stride() == (6, 1) and made.dtype == torch.bfloat16
     assert launched == [(x.data_ptr(), made.data_ptr(), 7)] and entered == [0] * current

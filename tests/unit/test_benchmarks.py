@@ -273,6 +273,17 @@ def test_compare_leaves_what_both_spreads_cover():
     assert compare.compare(before, changed(gpu_us=110.0, spread=[109.0, 111.0]))[1] == 1
 
 
+def test_compare_leaves_out_host_times_of_a_cpu_at_another_speed():
+    def result(**numbers):
+        return {**BEFORE, "rows": [row("a", gpu_us=100.0, error=1e-3, peers_us={}, peers_host_us={}, peers_error={}, **numbers)]}
+
+    slow, fast = result(host_us=30.0, cpu_us=11.0), result(host_us=15.0, cpu_us=5.5)
+    lines, worse = compare.compare(fast, slow)
+    assert worse == 0 and "1 host times not compared: the CPU had another speed" in lines
+    assert compare.compare(fast, result(host_us=30.0, cpu_us=5.6))[1] == 1
+    assert compare.compare(result(host_us=15.0), slow)[1] == 1  # where one does not say
+
+
 def test_compare_names_rows_and_machines_of_one_file_alone():
     after = copy.deepcopy(BEFORE)
     after["rows"][1]["name"] = "c"

@@ -53,9 +53,7 @@ class Op:
         if target is not None:
             targets.validate(target)
         self.target = target
-        self._plans: dict[object, _Known] = {}
-        self._last: _Known | None = None
-        self._kinds: Callable[..., bool | None] = unknown  # whether a call's tensors are of kinds that were checked
+        self._forget()
         self._load_known()
 
     def __init_subclass__(cls) -> None:
@@ -68,9 +66,18 @@ class Op:
     def forward(self, *args: Any, **kwargs: Any) -> Result:
         raise NotImplementedError
 
+    def _forget(self) -> None:
+        self._plans: dict[object, _Known] = {}
+        self._last: _Known | None = None
+        self._kinds: Callable[..., bool | None] = unknown  # whether a call's tensors are of kinds that were checked
+
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles start without plans: those hold this process's handles."""
-        return {**self.__dict__, "_plans": {}, "_last": None, "_kinds": unknown}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_plans", "_last", "_kinds")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
@@ -131,13 +138,16 @@ class Op:
             return self.library_call(*tensors)
         try:
             addresses = [t.data_ptr() for t in tensors if t is not None]
-            key = (_signature(tensors), _modes())
+            modes = _modes()
+            key = (_signature(tensors), modes)
         except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse, of vmap): check() has the words for it
             self.check(*tensors)
             raise
         known = self._plans.get(key)
         if known is not None:
-            known.learn(tensors)
+            if 0 in addresses:
+                self._check_memory(tensors)
+            known.learn(tensors, modes)
         else:
             alike = self._kinds(*tensors) is not None
             self.check(*tensors, alike=alike)
@@ -153,7 +163,7 @@ class Op:
             with nullcontext() if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device):
                 known = _Known(self._make_plan(tensors, device))
             if not alike:
-                self._kinds = recogniser(tensors, _modes, exact=False, then="return True")
+                self._kinds = recogniser(tensors, _modes, modes, exact=False, then="return True")
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             self._plans[key] = known
@@ -235,12 +245,12 @@ class _Known:
         self.call: Callable[..., Result | None] = unknown
         self._learnt = False
 
-    def learn(self, tensors: Sequence[Tensor | None]) -> None:
-        """Makes ready to recognise calls with the key of this one."""
+    def learn(self, tensors: Sequence[Tensor | None], modes: object) -> None:
+        """Makes ready to recognise calls with the key of this one, in whose ``_modes()`` it was made."""
         if not self._learnt:
             self._learnt = True
             then, names = self.plan.written()
-            self.call = recogniser(tensors, _modes, exact=True, then=then, names=names)
+            self.call = recogniser(tensors, _modes, modes, exact=True, then=then, names=names)
 
 
 def _signature(tensors: Sequence[Tensor | None]) -> tuple[object, ...]:

@@ -35,20 +35,22 @@ allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = ge
 def recogniser(
     tensors: Sequence[Tensor | None],
     modes: Callable[[], object],
+    same_modes: object,
     *,
     exact: bool,
     then: str,
     names: Mapping[str, object] | None = None,
 ) -> Callable[..., Any]:
-    """A function of as many arguments that does ``then`` where the call is like one with ``tensors`` now, and else returns None.
+    """A function of as many arguments that does ``then`` where the call is like one with ``tensors`` when ``modes()`` was ``same_modes``,
+    and else returns None.
 
     Like: tensors in the same places and None in the others; equal ``modes()``; of each tensor class, rank, dtype, device, lazy negation,
-    inference mode, none that requires grad where grad is enabled; with ``exact`` also shape, strides and address modulo 16. It may say
-    None of some that are alike, and always does where torch has no such test. ``modes`` must have whether grad is enabled and inference
-    mode is on.
+    inference mode, none that requires grad where grad is enabled; with ``exact`` also shape, strides, address modulo 16 and whether the
+    address is 0. It may say None of some that are alike, and always does where torch has no such test. ``modes`` must have whether grad is
+    enabled and inference mode is on.
 
-    ``then``: statements over ``names`` and a0, a1 ..., the addresses of the tensors; ``{addresses}`` stands for all of these,
-    ``{arguments}`` for the call's arguments.
+    ``then``: statements over ``names`` and, with ``exact``, a0, a1 ..., the addresses of the tensors; ``{addresses}`` stands for all of
+    these, ``{arguments}`` for the call's arguments.
     """
     there = [t for t in tensors if t is not None]
     shapes = [list(t.shape) if exact else [None] * t.dim() for t in there]
@@ -57,10 +59,11 @@ def recogniser(
         check = _guards.TensorGuards(*there, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
     except (AttributeError, TypeError, RuntimeError):
         return unknown
-    made = {**(names or {}), "check": check, "modes": modes, "same_modes": modes(), "address": Tensor.data_ptr}
-    made["remainders"] = tuple([t.data_ptr() & 15 for t in there])
-    exec(_written(tuple([t is not None for t in tensors]), exact, then), made)
-    call: Callable[..., Any] = made["call"]
+    at = [t.data_ptr() for t in there] if exact else []
+    made = {**(names or {}), "check": check, "modes": modes, "same_modes": same_modes, "address": Tensor.data_ptr}
+    made.update(remainders=tuple([a & 15 for a in at]), __name__=__name__)
+    exec(_written(tuple([t is not None for t in tensors]), tuple([a != 0 for a in at]), then), made)
+    call: Callable[..., Any] = made.pop("call")  # which holds ``made``
     return call
 
 
@@ -79,17 +82,20 @@ def call({arguments}):
             return None
     except AttributeError:  # no tensor
         return None
+"""
+_EXACT = """
     {read}
-    if {exact} and ({remainders},) != remainders:
+    if ({remainders},) != remainders or not ({memory}):
         return None
 """
 
 
 @functools.lru_cache(maxsize=256)
-def _written(there: tuple[bool, ...], exact: bool, then: str) -> CodeType:
+def _written(there: tuple[bool, ...], memory: tuple[bool, ...], then: str) -> CodeType:
+    """The code of a ``recogniser``, for the arguments that are tensors and, where it is an exact one, those of them that have memory."""
     every = [f"t{i}" for i in range(len(there))]
     given = [name for name, is_there in zip(every, there) if is_there]
-    addresses = [f"a{i}" for i in range(len(given))]
+    addresses = [f"a{i}" for i in range(len(memory))]
     words = {
         "arguments": ", ".join(every),
         "absent": "".join(f"{name} is not None or " for name in every if name not in given),
@@ -97,10 +103,11 @@ def _written(there: tuple[bool, ...], exact: bool, then: str) -> CodeType:
         "given": ", ".join(given),
         "addresses": ", ".join(addresses),
         "read": "; ".join(f"{a} = address({name})" for a, name in zip(addresses, given)),
-        "exact": exact,
         "remainders": ", ".join(f"{a} & 15" for a in addresses),
+        "memory": " and ".join(["True", *[a for a, has in zip(addresses, memory) if has]]),
     }
-    return compile((_CALL + textwrap.indent(then, "    ")).format_map(words), "<call>", "exec")
+    text = _CALL + (_EXACT if memory else "") + textwrap.indent(then, "    ")
+    return compile(text.format_map(words), "<a recognised call>", "exec")
 
 
 def _no(*tensors: Tensor) -> bool:
