@@ -218,34 +218,50 @@ _OVERLAPPING = (ctypes.addressof(_OVERLAP), 1)
 _OVERLAP_DRIVER = 12030
 
 
-class _Map:
-    """What all launches of a kernel share of a tensor map: the driver's functions, and their arguments but for address and sizes.
+class _MapForm:
+    """What all launches of a kernel share of a tensor map: the driver's functions, and the arguments of one but for address and sizes."""
 
-    The map lies from byte ``place`` on in a launch's buffer. Its dimensions, then its strides, are from byte ``at`` on among the
-    numbers of all maps."""
-
-    def __init__(self, form: TensorMap, place: int, at: int) -> None:
+    def __init__(self, form: TensorMap) -> None:
         rank = len(form.dims)
         numbers = ctypes.c_uint32 * rank
-        self.place, self.at, self.strides_at = place, at, at + 8 * rank
-        self.end = at + 8 * (2 * rank - 1)  # there is one stride less
+        self.count = 2 * rank - 1  # sizes, and one stride less
+        self.strides_at = 8 * rank
         self.head = (form.dtype, rank)
         # Elements of a box one by one; no interleaving; zeros outside.
         self.tail = (numbers(*form.box), numbers(*[1] * rank), 0, form.swizzle, form.promotion, 0)
         self.encode = _api.function("cuTensorMapEncodeTiled", 12000)
         self.replace = _api.function("cuTensorMapReplaceAddress", 12000)
 
-    def point(self, start: int, numbers: Any, address: int, again: bool, about: str) -> None:
-        """Makes the map of the buffer that starts at ``start``, or where there is one (``again``) gives it another address. Raises
-        DriverError."""
-        slot, to = ctypes.c_void_p(start + self.place), ctypes.c_void_p(address)
-        if again:
-            name, status = "cuTensorMapReplaceAddress", self.replace(slot, to)
+
+class _Map:
+    """A tensor map in a launch's buffer. ``numbers`` has from byte ``at`` on its dimensions, then strides. It is encoded for the first
+    address; then only the address is replaced, and only by another."""
+
+    __slots__ = ("_about", "_address", "_at", "_form", "_numbers", "_slot")
+
+    def __init__(self, form: _MapForm, numbers: Any, at: int, slot: int, about: str) -> None:
+        self._form = form
+        self._numbers = numbers
+        self._at = at
+        self._slot = ctypes.c_void_p(slot)
+        self._about = about
+        self._address: int | None = None
+
+    def point_to(self, address: int) -> None:
+        """Raises DriverError."""
+        if address == self._address:
+            return
+        to = ctypes.c_void_p(address)
+        if self._address is None:
+            name = "cuTensorMapEncodeTiled"
+            sizes, strides = (ctypes.byref(self._numbers, at) for at in (self._at, self._at + self._form.strides_at))
+            status = self._form.encode(self._slot, *self._form.head, to, sizes, strides, *self._form.tail)
         else:
-            sizes, strides = ctypes.byref(numbers, self.at), ctypes.byref(numbers, self.strides_at)
-            name, status = "cuTensorMapEncodeTiled", self.encode(slot, *self.head, to, sizes, strides, *self.tail)
+            name = "cuTensorMapReplaceAddress"
+            status = self._form.replace(self._slot, to)
         if status:
-            raise _api.failure(name, status, about)
+            raise _api.failure(name, status, self._about)
+        self._address = address
 
 
 #: How a scalar parameter lies in its 8-byte slot.
@@ -272,10 +288,11 @@ class _Form:
         places.update({p.name: self.slots_at + 8 * i for i, p in enumerate((*kinds["pointer"], *scalars))})
         self.places = tuple(places[p.name] for p in record.params)
         maps = [record.tensormaps[p.name] for p in kinds["tensormap"]]
-        self.maps: list[_Map] = []
-        for of, p in zip(maps, kinds["tensormap"]):
-            self.maps.append(_Map(of, places[p.name], self.maps[-1].end if self.maps else 0))
-        self.numbers = ctypes.c_uint64 * (self.maps[-1].end // 8 if self.maps else 0)
+        forms = [_MapForm(of) for of in maps]
+        counts = [of.count for of in forms]
+        #: Of each map: form, place of its numbers among those of all, place in the buffer.
+        self.maps = tuple((of, 8 * sum(counts[:i]), places[p.name]) for i, (of, p) in enumerate(zip(forms, kinds["tensormap"])))
+        self.numbers = ctypes.c_uint64 * sum(counts)
         # All that is computed of a call's sizes, by one function: the grid, the scalars (0 for those that come as they are), the maps.
         self.scalars = slice(len(record.grid), len(record.grid) + len(scalars))
         texts = [*record.grid, *("0" if p.kind == "float32" else p.bind for p in scalars)]
@@ -348,9 +365,10 @@ class Launch:
         base = ctypes.addressof(self._buffer)
         start = -base % _MAP_BYTES
         self._addresses = form.array(*map((base + start).__add__, form.places))
-        self._start = base + start
-        self._numbers = form.numbers(*computed[form.scalars.stop :])
-        self._pointed: tuple[int | None, ...] = (None,) * len(form.maps)  # where the tensor maps are
+        self._maps: tuple[_Map, ...] = ()
+        if form.maps:
+            numbers = form.numbers(*computed[form.scalars.stop :])
+            self._maps = tuple([_Map(of, numbers, at, base + start + place, form.about) for of, at, place in form.maps])
         _CONFIG.pack_into(self._buffer, start + form.config_at, *grid, *record.block, record.dynamic_smem, 0, 0, 0)
         try:
             form.pack_scalars(self._buffer, start + form.slots_at + 8 * form.pointers, *values)
@@ -373,30 +391,18 @@ class Launch:
     def fire(self, addresses: Sequence[int], stream: int) -> None:
         """Launches on ``stream`` (its address) with ``addresses`` in the order of ``tensors``. Raises DriverError."""
         with self._lock:
-            if self._pointed:
-                targets = tuple(addresses[self._pointers :])
-                if targets != self._pointed:
-                    self._point(targets)
+            if self._maps:
+                for tensor_map, address in zip(self._maps, addresses[self._pointers :]):
+                    tensor_map.point_to(address)
                 addresses = addresses[: self._pointers]
             self._fill(self._buffer, self._first, stream, *self._attributes, *addresses)
             status = self._launch(*self._arguments)
         if status:
             self._failed(status)
 
-    def _point(self, addresses: Sequence[int]) -> None:
-        """Has the tensor maps at these addresses; those of the launch before stay as they are where theirs is the same."""
-        form, pointed = self.kernel.form, list(self._pointed)
-        try:
-            for i, (tensor_map, before, address) in enumerate(zip(form.maps, self._pointed, addresses)):
-                if address != before:
-                    tensor_map.point(self._start, self._numbers, address, before is not None, form.about)
-                    pointed[i] = address
-        finally:
-            self._pointed = tuple(pointed)
-
     def written(self, addresses: str, stream: str) -> tuple[str, dict[str, object]] | None:
         """``fire`` as statements, and the names in them, for expressions of its addresses and of the stream; None with tensor maps."""
-        if self._pointed:
+        if self._maps:
             return None
         names = {"launch_lock": self._lock, "fill": self._fill, "launch": self._launch, "launch_arguments": self._arguments}
         names.update(fill_arguments=(self._buffer, self._first), launch_attributes=self._attributes, launch_failed=self._failed)
