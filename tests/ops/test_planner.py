@@ -76,7 +76,7 @@ def test_one_that_the_kernel_needs_is_missed(planned):
 @pytest.mark.parametrize("current", [0, 1])
 def test_one_launch_into_one_new_tensor(planned, monkeypatch, alone, current):
     """Decode's kind of plan, as a recognised call runs it: by its own short way, by the way of all others, and on another device."""
-    launched, entered, status = [], [], 0
+    launched, entered, status, before = [], [], 0, current
 
     def launch(description, function, parameters, extra):
         x, out = (ctypes.c_uint64.from_address(at).value for at in (ctypes.c_uint64 * 2).from_address(parameters.value))
@@ -86,8 +86,11 @@ def test_one_launch_into_one_new_tensor(planned, monkeypatch, alone, current):
 
     @contextmanager
     def device(ordinal):
+        nonlocal current
         entered.append(ordinal)
+        current, previous = ordinal, current
         yield
+        current = previous
 
     monkeypatch.setattr(_api, "function", lambda name, version: launch)
     monkeypatch.setattr(_api, "failure", lambda name, status, about: RuntimeError(f"{name} {status}"))
@@ -107,7 +110,7 @@ def test_one_launch_into_one_new_tensor(planned, monkeypatch, alone, current):
     call = _torch.recogniser([x, None], lambda: 0, 0, exact=True, then=then, names=names)
     made = call(x, None)
     assert made.shape == (4, 6) and made.stride() == (6, 1) and made.dtype == torch.bfloat16
-    assert launched == [(x.data_ptr(), made.data_ptr(), 7)] and entered == [0] * current
+    assert launched == [(x.data_ptr(), made.data_ptr(), 7)] and entered == [0] * before and current == before
     status = 700
     with pytest.raises(RuntimeError, match=r"^cuLaunchKernelEx 700$"):
         call(x, None)

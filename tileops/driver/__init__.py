@@ -214,7 +214,6 @@ _STREAM_AT = 32
 
 #: CUlaunchAttribute: programmatic stream serialization, allowed. Drivers before CUDA 12.3 do not capture it into graphs.
 _OVERLAP = ctypes.create_string_buffer(struct.pack("<I4xI60x", 6, 1), 72)
-_OVERLAPPING = (ctypes.addressof(_OVERLAP), 1)
 _OVERLAP_DRIVER = 12030
 
 
@@ -225,6 +224,7 @@ class _MapForm:
         rank = len(form.dims)
         numbers = ctypes.c_uint32 * rank
         self.count = 2 * rank - 1  # sizes, and one stride less
+        self.array = ctypes.c_uint64 * self.count
         self.strides_at = 8 * rank
         self.head = (form.dtype, rank)
         # Elements of a box one by one; no interleaving; zeros outside.
@@ -234,15 +234,12 @@ class _MapForm:
 
 
 class _Map:
-    """A tensor map in a launch's buffer. ``numbers`` has from byte ``at`` on its dimensions, then strides. It is encoded for the first
-    address; then only the address is replaced, and only by another."""
+    """A tensor map in a launch's buffer, of ``sizes``: its dimensions, then strides. It is encoded for the first address; then only the
+    address is replaced, and only by another."""
 
-    __slots__ = ("_about", "_address", "_at", "_form", "_numbers", "_slot")
-
-    def __init__(self, form: _MapForm, numbers: Any, at: int, slot: int, about: str) -> None:
+    def __init__(self, form: _MapForm, sizes: Any, slot: int, about: str) -> None:
         self._form = form
-        self._numbers = numbers
-        self._at = at
+        self._sizes = sizes
         self._slot = ctypes.c_void_p(slot)
         self._about = about
         self._address: int | None = None
@@ -254,8 +251,8 @@ class _Map:
         to = ctypes.c_void_p(address)
         if self._address is None:
             name = "cuTensorMapEncodeTiled"
-            sizes, strides = (ctypes.byref(self._numbers, at) for at in (self._at, self._at + self._form.strides_at))
-            status = self._form.encode(self._slot, *self._form.head, to, sizes, strides, *self._form.tail)
+            strides = ctypes.byref(self._sizes, self._form.strides_at)
+            status = self._form.encode(self._slot, *self._form.head, to, self._sizes, strides, *self._form.tail)
         else:
             name = "cuTensorMapReplaceAddress"
             status = self._form.replace(self._slot, to)
@@ -283,16 +280,12 @@ class _Form:
         self.pointers = len(kinds["pointer"])
         self.config_at = _MAP_BYTES * len(kinds["tensormap"])
         self.slots_at = self.config_at + _CONFIG.size
-        self.buffer = ctypes.c_char * (self.slots_at + 8 * (self.pointers + len(scalars)) + _MAP_BYTES)  # which aligns it
+        self.bytes = self.slots_at + 8 * (self.pointers + len(scalars))
         places = {p.name: _MAP_BYTES * i for i, p in enumerate(kinds["tensormap"])}
         places.update({p.name: self.slots_at + 8 * i for i, p in enumerate((*kinds["pointer"], *scalars))})
         self.places = tuple(places[p.name] for p in record.params)
         maps = [record.tensormaps[p.name] for p in kinds["tensormap"]]
-        forms = [_MapForm(of) for of in maps]
-        counts = [of.count for of in forms]
-        #: Of each map: form, place of its numbers among those of all, place in the buffer.
-        self.maps = tuple((of, 8 * sum(counts[:i]), places[p.name]) for i, (of, p) in enumerate(zip(forms, kinds["tensormap"])))
-        self.numbers = ctypes.c_uint64 * sum(counts)
+        self.maps = tuple((_MapForm(of), places[p.name]) for of, p in zip(maps, kinds["tensormap"]))
         # All that is computed of a call's sizes, by one function: the grid, the scalars (0 for those that come as they are), the maps.
         self.scalars = slice(len(record.grid), len(record.grid) + len(scalars))
         texts = [*record.grid, *("0" if p.kind == "float32" else p.bind for p in scalars)]
@@ -309,7 +302,6 @@ class _Form:
         self.pack_scalars = struct.Struct("<" + "".join([_PACKED[p.kind] for p in scalars])).pack_into
         self.array = ctypes.c_uint64 * len(self.places)  # addresses
         self._given: dict[tuple[str, ...], tuple[tuple[str, ...], int, Any]] = {}
-        self._no_strides: dict[tuple[str, ...], dict[str, int]] = {}
 
     def given(self, absent: tuple[str, ...]) -> tuple[tuple[str, ...], int, Any]:
         """Without the tensors in ``absent``: names of the tensors in order, how many are pointers, and what packs a launch's stream,
@@ -319,13 +311,6 @@ class _Form:
             tensors = tuple([name for name in self.tensors if name not in absent])
             pointers = ["8x" if name in absent else "Q" for name in self.tensors[: self.pointers]]
             found = self._given[absent] = tensors, pointers.count("Q"), struct.Struct(f"<QQQ{''.join(pointers)}").pack_into
-        return found
-
-    def no_strides(self, absent: tuple[str, ...]) -> dict[str, int]:
-        """The strides of the tensors in ``absent``: 0."""
-        found = self._no_strides.get(absent)
-        if found is None:
-            found = self._no_strides[absent] = {stride: 0 for name in absent for stride, _ in self.strides.get(name, ())}
         return found
 
 
@@ -352,23 +337,23 @@ class Launch:
                 f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
             ) from None
         self.empty = 0 in grid
-        if min(grid) < 0 or max(grid) > min(_MAX_GRID):
-            for extent, limit, axis in zip(grid, _MAX_GRID, "xyz"):
-                if not 0 <= extent <= limit:
-                    raise ValueError(
-                        f"{record.kernel}: grid {axis} would be {extent}, CUDA allows {limit}: the input is too large for one launch."
-                    )
+        for extent, limit, axis in zip(grid, _MAX_GRID, "xyz"):
+            if not 0 <= extent <= limit:
+                raise ValueError(
+                    f"{record.kernel}: grid {axis} would be {extent}, CUDA allows {limit}: the input is too large for one launch."
+                )
         self.kernel = kernel
         #: Names of the tensors whose addresses ``fire`` takes, in its order.
         self.tensors, self._pointers, self._fill = form.given(absent)
-        self._buffer = form.buffer()
+        self._buffer = ctypes.create_string_buffer(form.bytes + _MAP_BYTES)
         base = ctypes.addressof(self._buffer)
         start = -base % _MAP_BYTES
         self._addresses = form.array(*map((base + start).__add__, form.places))
-        self._maps: tuple[_Map, ...] = ()
-        if form.maps:
-            numbers = form.numbers(*computed[form.scalars.stop :])
-            self._maps = tuple([_Map(of, numbers, at, base + start + place, form.about) for of, at, place in form.maps])
+        maps, at = [], form.scalars.stop
+        for of, place in form.maps:
+            maps.append(_Map(of, of.array(*computed[at : at + of.count]), base + start + place, form.about))
+            at += of.count
+        self._maps = tuple(maps)
         _CONFIG.pack_into(self._buffer, start + form.config_at, *grid, *record.block, record.dynamic_smem, 0, 0, 0)
         try:
             form.pack_scalars(self._buffer, start + form.slots_at + 8 * form.pointers, *values)
@@ -379,7 +364,7 @@ class Launch:
             raise
         self._lock = threading.Lock()
         self._first = start + form.config_at + _STREAM_AT
-        self._attributes = _OVERLAPPING if kernel.overlaps else (0, 0)
+        self._attributes = (ctypes.addressof(_OVERLAP), 1) if kernel.overlaps else (0, 0)
         self._arguments = (
             ctypes.c_void_p(base + start + form.config_at),
             ctypes.c_void_p(kernel.function),

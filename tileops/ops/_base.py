@@ -123,7 +123,7 @@ class Op:
     def _run(self, *tensors: Tensor | None) -> Result:
         """Runs a call on the target that serves it. Subclasses' ``forward`` pass their tensors in the spec's order, then ``features``."""
         if is_compiling():
-            if torch.is_grad_enabled():
+            if is_grad_enabled():
                 for name, t in zip(self.arguments, tensors):
                     if t is not None and t.requires_grad:
                         raise ValueError(FORWARD_ONLY.format(name=name))
@@ -168,11 +168,7 @@ class Op:
                 self._plans.clear()
             self._plans[key] = known
         self._last = known
-        plan = known.plan
-        if torch._C._cuda_getDevice() == plan.ordinal:
-            return plan.run(tensors, addresses)
-        with torch.cuda.device(plan.device):
-            return plan.run(tensors, addresses)
+        return known.plan.run(tensors, addresses)
 
     def _run_on(self, name: str, tensors: Sequence[Tensor | None]) -> Result:
         options, required = self.options(), len(tensors) - len(self.features)

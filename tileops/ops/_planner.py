@@ -75,7 +75,6 @@ class Plan:
     """What one call signature does on the GPU."""
 
     def __init__(self, planner: Planner, outputs: Slot | tuple[Slot, ...]) -> None:
-        self.device = planner.device
         self.ordinal: int = planner.device.index
         made = [(slot.shape, slot.stride, slot.dtype) for slot in planner.outputs]
         if planner.workspace_bytes:
@@ -99,18 +98,20 @@ class Plan:
         self._single = isinstance(outputs, Slot)
         slots: Iterable[Slot] = (outputs,) if isinstance(outputs, Slot) else outputs
         self._returned = tuple([s.base for s in slots])
-        # One kernel that fills one new tensor, as decode: a recognised call has it written out.
-        self._alone: tuple[str, dict[str, object]] | None = None
+        # One launch that fills one new tensor, as decode: the launch, which of the call's addresses it takes, and which is the new tensor's.
+        self._alone: tuple[Launch, list[int], int] | None = None
         if len(made) == len(self._steps) == 1 and self._single and self._returned[0] == planner.inputs:
-            step = planner.steps[0]
+            (step,) = planner.steps
             if step.launch is not None and not (self._densify or self._inside):
-                names = [*[f"a{i}" for i in range(len(there) - 1)], "out.data_ptr()"]
-                self._alone = step.launch.written(", ".join([names[place(slot)] for slot in step.slots]), "stream(ordinal)")
+                self._alone = step.launch, [place(slot) for slot in step.slots], position[planner.inputs]
 
     def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Tensor | tuple[Tensor, ...]:
-        """Runs on the current stream of the tensors' device, which is the current device.
+        """Runs on the current stream of the tensors' device.
 
         ``addresses`` are those of the tensors that are given; it is added to."""
+        if torch._C._cuda_getDevice() != self.ordinal:
+            with torch.cuda.device(self.ordinal):
+                return self.run(tensors, addresses)
         if self._densify:
             tensors = list(tensors)
             for base, at, more in self._densify:
@@ -135,22 +136,22 @@ class Plan:
 
     def written(self) -> tuple[str, dict[str, object]]:
         """What a call that is recognised does: statements for ``_torch.recogniser``, and the names in them."""
-        names: dict[str, object] = {"run": self.run, "ordinal": self.ordinal, "device": torch.cuda.device}
-        names["current"] = torch._C._cuda_getDevice
-        if self._alone is None:
-            return _ON_ITS_DEVICE + "return run(({arguments},), [{addresses}])", names
-        fire, its_names = self._alone
-        names["shape"], names["stride"], names["dtype"] = self._made[0]
+        written = None
+        if self._alone is not None:
+            launch, places, new = self._alone
+            taken = ["out.data_ptr()" if place == new else f"a{place}" for place in places]
+            written = launch.written(", ".join(taken), "stream(ordinal)")
+        if written is None:
+            return _RUN, {"run": self.run}
+        fire, names = written
+        shape, stride, dtype = self._made[0]
+        names.update(run=self.run, ordinal=self.ordinal, shape=shape, stride=stride, dtype=dtype)
+        names.update(current=torch._C._cuda_getDevice, stream=torch._C._cuda_getCurrentRawStream)
         names.update(allocate=allocate, empty_strided=empty_strided, deterministic=deterministic)
-        names["stream"] = torch._C._cuda_getCurrentRawStream
-        return _ON_ITS_DEVICE + _NEW + fire + "return out", {**names, **its_names}
+        return f"if current() != ordinal:\n    {_RUN}\n{_NEW}{fire}return out", names
 
 
-_ON_ITS_DEVICE = """
-if current() != ordinal:
-    with device(ordinal):
-        return run(({arguments},), [{addresses}])
-"""
+_RUN = "return run(({arguments},), [{addresses}])"
 _NEW = "out = (empty_strided if deterministic() else allocate)(shape, stride, dtype)"
 
 
@@ -236,14 +237,16 @@ class Planner:
             return  # nothing to compute; the op has filled what a zero size still defines
         loaded = _resolve.obtain(kernel, values, self.device.index)
         record, strides = loaded.record, loaded.form.strides
-        absent = tuple([name for name, slot in tensors.items() if slot is None])
-        for name in absent:
-            if name not in record.optional:
-                raise ValueError(f"{kernel}: {name} is not optional.")
         placed: dict[str, Slot] = {}
-        sizes = {**loaded.form.no_strides(absent), **dims}
+        absent = []
+        sizes = dict(dims)
         for name, slot in tensors.items():
             if slot is None:
+                if name not in record.optional:
+                    raise ValueError(f"{kernel}: {name} is not optional.")
+                absent.append(name)
+                for stride, _ in strides.get(name, ()):
+                    sizes[stride] = 0
                 continue
             nbytes = record.alignment.get(name, 1)
             if slot.base_alignment % nbytes or slot.offset % nbytes:
@@ -253,7 +256,7 @@ class Planner:
                 # The stride of a dimension of size 1 is arbitrary in torch; the kernel may assume that it is a multiple of 16 bytes.
                 if i < len(slot.shape):
                     sizes[stride] = slot.stride[i] if slot.shape[i] > 1 else 0
-        launch = Launch(loaded, sizes, floats or {}, absent)
+        launch = Launch(loaded, sizes, floats or {}, tuple(absent))
         if launch.empty:
             return
         try:
