@@ -98,7 +98,7 @@ class Plan:
         self._single = isinstance(outputs, Slot)
         slots: Iterable[Slot] = (outputs,) if isinstance(outputs, Slot) else outputs
         self._returned = tuple([s.base for s in slots])
-        # One launch that fills one new tensor, as decode: the launch, which of the call's addresses it takes, and which is the new tensor's.
+        # One launch that fills one new tensor, as decode: the launch, which of the call's addresses it takes, which is the new one's.
         self._alone: tuple[Launch, list[int], int] | None = None
         if len(made) == len(self._steps) == 1 and self._single and self._returned[0] == planner.inputs:
             (step,) = planner.steps
