@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 import time
@@ -28,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     two = verbs.add_parser("compare", help="what changed between two results; status 1 if anything became worse")
     two.add_argument("before", metavar="A", type=Path)
     two.add_argument("after", metavar="B", type=Path)
-    two.add_argument("--threshold", metavar="F", type=float, default=1.05, help="a ratio beyond it is a change (default: %(default)s)")
+    two.add_argument("--threshold", metavar="F", type=_ratio, default=1.05, help="a ratio beyond it is a change (default: %(default)s)")
     show = verbs.add_parser("table", help="a result as Markdown, for README and docs")
     show.add_argument("file", metavar="FILE", type=Path)
     show.add_argument("--suite", choices=shapes.SUITES, action="append", help="may be repeated (default: all)")
@@ -91,6 +92,13 @@ def _need_gpu() -> None:
         raise Unusable("a GPU is needed, and torch finds none")
 
 
+def _ratio(text: str) -> float:
+    value = float(text)
+    if not 1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, got {text}")
+    return value
+
+
 class Unusable(Exception):
     """What was asked for cannot be had from these arguments, files or this machine."""
 
@@ -100,7 +108,8 @@ def _load(path: Path) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
         raise Unusable(f"{path} is not JSON: {error}") from None
-    if not isinstance(data, dict) or not {"date", "machine", "rows"} <= set(data):
+    whole = isinstance(data, dict) and {"date", "machine", "rows"} <= set(data) and isinstance(data["rows"], list)
+    if not whole or not all(isinstance(row, dict) for row in data["rows"]):
         raise Unusable(f"{path} is not a result of `python -m benchmarks run`")
     return data
 

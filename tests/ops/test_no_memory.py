@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import pytest
@@ -83,6 +84,21 @@ class Wrapper(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         raise NotImplementedError(str(function))
+
+
+@pytest.mark.parametrize(("op", "arguments", "keywords"), CALLS, ids=IDS)
+def test_a_tensor_whose_storage_was_freed_is_refused_before_anything_is_done(op, arguments, keywords):
+    """As FSDP frees it between uses. torch's own functions end the process, or decode's state is advanced first."""
+    names = list(inspect.signature(op.forward).parameters)
+    for name in [*(n for n, a in zip(names, arguments) if a is not None), *keywords]:
+        given, words = copies(arguments), {n: t.clone() for n, t in keywords.items()}
+        freed = words[name] if name in words else given[names.index(name)]
+        freed.untyped_storage().resize_(0)
+        kept = {n: t.clone() for n, t in (*zip(names, given), *words.items()) if t is not None and n != name}
+        with pytest.raises(ValueError, match=rf"^{name}: expected a tensor with memory that kernels can read, got a Tensor without"):
+            op(*given, **words)
+        for n, t in (*zip(names, given), *words.items()):
+            assert n not in kept or torch.equal(t, kept[n]), n
 
 
 def test_a_tensor_that_is_not_where_it_says_is_refused():

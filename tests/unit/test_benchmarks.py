@@ -335,7 +335,9 @@ def test_the_help_needs_no_torch():
     subprocess.run([command.sys.executable, "-c", code], check=True, cwd=runner.ROOT)
 
 
-@pytest.mark.parametrize("text", [None, "{bad", "{}"], ids=["no file", "no JSON", "another file"])
+@pytest.mark.parametrize(
+    "text", [None, "{bad", "{}", '{"date": "", "machine": {}, "rows": ["x"]}'], ids=["no file", "no JSON", "another file", "no rows"]
+)
 def test_what_is_no_result_is_said_so(tmp_path, capsys, text):
     path = tmp_path / "file.json"
     if text is not None:
@@ -345,6 +347,13 @@ def test_what_is_no_result_is_said_so(tmp_path, capsys, text):
 
 
 RECORDED = command.RESULTS / "2026-11-30-h200.json"
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "0.5", "x"])
+def test_a_threshold_that_nothing_or_everything_is_beyond_is_refused(capsys, text):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["compare", str(RECORDED), str(RECORDED), "--threshold", text])
+    assert ended.value.code == 2 and "--threshold" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

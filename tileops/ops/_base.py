@@ -146,7 +146,7 @@ class Op:
         known = self._plans.get(key)
         if known is not None:
             if 0 in addresses:
-                self._check_memory(tensors)
+                self._check_memory(tensors, targets.BUILTIN)
             known.learn(tensors, modes)
         else:
             alike = self._kinds(*tensors) is not None
@@ -155,11 +155,11 @@ class Op:
             if device.type == "meta":  # shapes and dtypes are all that is asked for
                 return self.library_call(*tensors)
             name = targets.choose(self.target, device.type, self.op_name)
+            if 0 in addresses:
+                self._check_memory(tensors, name)
             if name != targets.BUILTIN:
                 return self._run_on(name, self.full(*tensors))
             self.check_builtin(*tensors)
-            if 0 in addresses:
-                self._check_memory(tensors)
             with nullcontext() if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device):
                 known = _Known(self._make_plan(tensors, device))
             if not alike:
@@ -176,11 +176,12 @@ class Op:
         function = targets.implementation(name, self.op_name, (*given, *options) if self.features else ())
         return function(*tensors[:required], **given, **options)
 
-    def _check_memory(self, tensors: Sequence[Tensor | None]) -> None:
-        """Raises ValueError for a tensor whose elements are not at an address: a kernel would read address 0, and end the process' CUDA."""
-        for i, t in enumerate(tensors):
-            if t is not None and t.numel() and not t.data_ptr():
-                name = list(inspect.signature(self.forward).parameters)[i]
+    def _check_memory(self, tensors: Sequence[Tensor | None], target: str) -> None:
+        """Raises ValueError for a tensor whose elements are not at an address: a kernel would read address 0, and end the process' CUDA.
+
+        Other targets may know what to do with one, but not where its storage was freed: torch's functions end the process there."""
+        for name, t in zip(inspect.signature(self.forward).parameters, tensors):
+            if t is not None and t.numel() and not t.data_ptr() and (target == targets.BUILTIN or not t.untyped_storage().nbytes()):
                 raise ValueError(
                     f"{name}: expected a tensor with memory that kernels can read, got a {type(t).__name__} without; pass a plain one."
                 )
