@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def new_shapes(bind: Callable[..., Any], tensors: dict[str, Any], sync: Callable[[], None]) -> list[float]:
-    """Host time of a shape's first call, less that of its second, for many shapes that one op has not met."""
+    """Host time of a shape's first call, less that of its third, for many shapes that one op has not met."""
     random = Random(0)
     batch, seqlen = tensors["x"].shape[:2]
     shapes = {(random.randint(1, batch), random.randint(1, seqlen)) for _ in range(_NEW_SHAPES)}
@@ -74,12 +74,12 @@ def new_shapes(bind: Callable[..., Any], tensors: dict[str, Any], sync: Callable
     for b, s in sorted(shapes):
         call = bind({name: t[:b, :s] if t.dim() > 1 else t for name, t in tensors.items()})
         times = []
-        for _ in range(2):
+        for _ in range(3):  # the second learns to recognise the shape
             sync()
             start = time.perf_counter()
             call()
             times.append((time.perf_counter() - start) * 1e3)
-        over.append(times[0] - times[1])
+        over.append(times[0] - times[2])
     return over
 
 

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tileops import catalog, expr
 from tileops.config import Artifact, Record, TensorMap
@@ -218,14 +218,15 @@ _OVERLAP_DRIVER = 12030
 
 
 class _MapForm:
-    """What all launches of a kernel share of a tensor map: the driver's functions, and the arguments of one but for address and sizes."""
+    """What all launches of a kernel share of a tensor map: the driver's functions, where the map and its sizes lie from a launch's start,
+    and the arguments but for address and sizes."""
 
-    def __init__(self, form: TensorMap) -> None:
+    def __init__(self, form: TensorMap, at: int, sizes_at: int) -> None:
         rank = len(form.dims)
         numbers = ctypes.c_uint32 * rank
-        self.count = 2 * rank - 1  # sizes, and one stride less
-        self.array = ctypes.c_uint64 * self.count
-        self.strides_at = 8 * rank
+        self.at = at
+        self.sizes_at = sizes_at  # its dimensions, then strides, one less
+        self.strides_at = sizes_at + 8 * rank
         self.head = (form.dtype, rank)
         # Elements of a box one by one; no interleaving; zeros outside.
         self.tail = (numbers(*form.box), numbers(*[1] * rank), 0, form.swizzle, form.promotion, 0)
@@ -234,13 +235,15 @@ class _MapForm:
 
 
 class _Map:
-    """A tensor map in a launch's buffer, of ``sizes``: its dimensions, then strides. It is encoded for the first address; then only the
-    address is replaced, and only by another."""
+    """A tensor map of a launch that starts at ``start``. It is encoded for the first address; then only the address is replaced, and only
+    by another."""
 
-    def __init__(self, form: _MapForm, sizes: Any, slot: int, about: str) -> None:
+    __slots__ = ("_about", "_address", "_form", "_slot", "_start")
+
+    def __init__(self, form: _MapForm, start: int, about: str) -> None:
         self._form = form
-        self._sizes = sizes
-        self._slot = ctypes.c_void_p(slot)
+        self._start = start
+        self._slot = ctypes.c_void_p(start + form.at)
         self._about = about
         self._address: int | None = None
 
@@ -248,14 +251,14 @@ class _Map:
         """Raises DriverError."""
         if address == self._address:
             return
-        to = ctypes.c_void_p(address)
+        to, form = ctypes.c_void_p(address), self._form
         if self._address is None:
             name = "cuTensorMapEncodeTiled"
-            strides = ctypes.byref(self._sizes, self._form.strides_at)
-            status = self._form.encode(self._slot, *self._form.head, to, self._sizes, strides, *self._form.tail)
+            sizes, strides = ctypes.c_void_p(self._start + form.sizes_at), ctypes.c_void_p(self._start + form.strides_at)
+            status = form.encode(self._slot, *form.head, to, sizes, strides, *form.tail)
         else:
             name = "cuTensorMapReplaceAddress"
-            status = self._form.replace(self._slot, to)
+            status = form.replace(self._slot, to)
         if status:
             raise _api.failure(name, status, self._about)
         self._address = address
@@ -265,11 +268,20 @@ class _Map:
 _PACKED = {"float32": "f4x", "int32": "i4x", "int64": "q"}
 
 
+class _Binding(NamedTuple):
+    """What a kernel's launches take of one tensor."""
+
+    name: str
+    optional: bool
+    alignment: int  # bytes that its start must be a multiple of
+    strides: tuple[tuple[str, int], ...]  # names and dimensions of those that matter
+
+
 class _Form:
     """What all launches of a kernel share: where each parameter lies in the buffer, and how its value is computed.
 
     Tensor maps come first, then the launch's description (_CONFIG), then an 8-byte slot for every other parameter, pointers before
-    scalars: what changes from call to call lies together.
+    scalars: what changes from call to call lies together. Then the maps' sizes, and the addresses of all parameters.
     """
 
     def __init__(self, record: Record) -> None:
@@ -279,28 +291,38 @@ class _Form:
         self.tensors = tuple(p.bind for p in (*kinds["pointer"], *kinds["tensormap"]))
         self.pointers = len(kinds["pointer"])
         self.config_at = _MAP_BYTES * len(kinds["tensormap"])
-        self.slots_at = self.config_at + _CONFIG.size
-        self.bytes = self.slots_at + 8 * (self.pointers + len(scalars))
+        slots_at = self.config_at + _CONFIG.size
+        sizes_at = slots_at + 8 * (self.pointers + len(scalars))
         places = {p.name: _MAP_BYTES * i for i, p in enumerate(kinds["tensormap"])}
-        places.update({p.name: self.slots_at + 8 * i for i, p in enumerate((*kinds["pointer"], *scalars))})
+        places.update({p.name: slots_at + 8 * i for i, p in enumerate((*kinds["pointer"], *scalars))})
         self.places = tuple(places[p.name] for p in record.params)
+        forms = []
         maps = [record.tensormaps[p.name] for p in kinds["tensormap"]]
-        self.maps = tuple((_MapForm(of), places[p.name]) for of, p in zip(maps, kinds["tensormap"]))
+        for of, p in zip(maps, kinds["tensormap"]):
+            forms.append(_MapForm(of, places[p.name], sizes_at))
+            sizes_at += 8 * (2 * len(of.dims) - 1)
+        self.maps = tuple(forms)
+        self.addresses_at = sizes_at
+        self.bytes = sizes_at + 8 * len(self.places)
         # All that is computed of a call's sizes, by one function: the grid, the scalars (0 for those that come as they are), the maps.
-        self.scalars = slice(len(record.grid), len(record.grid) + len(scalars))
+        self.grid = len(record.grid)
         texts = [*record.grid, *("0" if p.kind == "float32" else p.bind for p in scalars)]
         texts += [text for of in maps for text in (*of.dims, *of.strides)]
         self.compute = expr.function(texts)
         self.floats = tuple((i, p.bind) for i, p in enumerate(scalars) if p.kind == "float32")
-        #: tensor -> the names and dimensions of those of its strides that matter.
-        self.strides: dict[str, list[tuple[str, int]]] = {}
+        self.int32 = tuple((i, p.bind) for i, p in enumerate(scalars) if p.kind == "int32")
+        sizes = len(texts) - self.grid - len(scalars)
+        packed = f"{8 * self.pointers}x{''.join([_PACKED[p.kind] for p in scalars])}{sizes}Q{len(self.places)}Q"
+        #: Packs a launch's description, scalars, maps' sizes and parameters' addresses, from ``config_at`` on.
+        self.pack = struct.Struct(_CONFIG.format + packed).pack_into
+        strides: dict[str, list[tuple[str, int]]] = {}
         for name in sorted(expr.names(texts)):
             tensor, _, stride = name.partition(".stride")
             if stride.isdecimal():
-                self.strides.setdefault(tensor, []).append((name, int(stride)))
-        self.int32 = tuple((i, p.bind) for i, p in enumerate(scalars) if p.kind == "int32")
-        self.pack_scalars = struct.Struct("<" + "".join([_PACKED[p.kind] for p in scalars])).pack_into
-        self.array = ctypes.c_uint64 * len(self.places)  # addresses
+                strides.setdefault(tensor, []).append((name, int(stride)))
+        self.bindings = tuple(
+            [_Binding(name, name in record.optional, record.alignment.get(name, 1), tuple(strides.get(name, ()))) for name in self.tensors]
+        )
         self._given: dict[tuple[str, ...], tuple[tuple[str, ...], int, Any]] = {}
 
     def given(self, absent: tuple[str, ...]) -> tuple[tuple[str, ...], int, Any]:
@@ -328,7 +350,7 @@ class Launch:
         record, form = kernel.record, kernel.form
         try:
             computed = form.compute(sizes)
-            grid, values = computed[: form.scalars.start], list(computed[form.scalars])
+            grid, values = computed[: form.grid], [*computed[form.grid :]]
             for i, bind in form.floats:
                 values[i] = floats[bind]  # type: ignore[call-overload]
         except (KeyError, ZeroDivisionError) as error:
@@ -347,28 +369,25 @@ class Launch:
         self.tensors, self._pointers, self._fill = form.given(absent)
         self._buffer = ctypes.create_string_buffer(form.bytes + _MAP_BYTES)
         base = ctypes.addressof(self._buffer)
-        start = -base % _MAP_BYTES
-        self._addresses = form.array(*map((base + start).__add__, form.places))
-        maps, at = [], form.scalars.stop
-        for of, place in form.maps:
-            maps.append(_Map(of, of.array(*computed[at : at + of.count]), base + start + place, form.about))
-            at += of.count
-        self._maps = tuple(maps)
-        _CONFIG.pack_into(self._buffer, start + form.config_at, *grid, *record.block, record.dynamic_smem, 0, 0, 0)
+        offset = -base % _MAP_BYTES
+        start = base + offset
+        config = offset + form.config_at
+        addresses = map(start.__add__, form.places)
         try:
-            form.pack_scalars(self._buffer, start + form.slots_at + 8 * form.pointers, *values)
+            form.pack(self._buffer, config, *grid, *record.block, record.dynamic_smem, 0, 0, 0, *values, *addresses)
         except struct.error:
             for i, bind in form.int32:
                 if not -(2**31) <= values[i] < 2**31:
                     raise ValueError(f"{record.kernel}: {bind} = {values[i]} does not fit the kernel's 32-bit parameter.") from None
             raise
+        self._maps = tuple([_Map(of, start, form.about) for of in form.maps])
         self._lock = threading.Lock()
-        self._first = start + form.config_at + _STREAM_AT
+        self._first = config + _STREAM_AT
         self._attributes = (ctypes.addressof(_OVERLAP), 1) if kernel.overlaps else (0, 0)
         self._arguments = (
-            ctypes.c_void_p(base + start + form.config_at),
+            ctypes.c_void_p(start + form.config_at),
             ctypes.c_void_p(kernel.function),
-            ctypes.c_void_p(ctypes.addressof(self._addresses)),
+            ctypes.c_void_p(start + form.addresses_at),
             None,
         )
         self._launch = _api.function("cuLaunchKernelEx", 11080)

@@ -47,7 +47,7 @@ def _mappable(slot: Slot) -> bool:
     """Whether a tensor map can describe the slot: contiguous 16-byte aligned rows, no stride of 0 (an expanded dimension)."""
     longest = _LONGEST_STRIDE // slot.dtype.itemsize
     for n, s in zip(slot.shape[:-1], slot.stride):
-        if n > 1 and not 0 < s < longest:
+        if not 0 < s < longest and n > 1:
             return False
     return slot.stride[-1] == 1 and slot.aligned(WIDE)
 
@@ -189,15 +189,8 @@ def plan_fused(
         words = heads * head_dim * y.dtype.itemsize // 4
         outside = y._replace(shape=(seqlen, words), stride=(words, 1), dtype=torch.int32)
         p.launch("pack_rest", {}, {"cu_seqlens": cu_seqlens, "y": outside}, {"M": sequences + 1, "S": seqlen, "W": words})
-    flags = {
-        SOFTPLUS: dt_softplus,
-        BIAS: dt_bias is not None,
-        INITIAL: initial is not None,
-        SKIP: D is not None,
-        GATE: z is not None,
-        PACKED: cu_seqlens is not None,
-        SCOUTS: split.scouts,
-    }
+    flags = ALWAYS + SOFTPLUS * dt_softplus + BIAS * (dt_bias is not None) + INITIAL * (initial is not None) + SKIP * (D is not None)
+    flags += GATE * (z is not None) + PACKED * (cu_seqlens is not None) + SCOUTS * split.scouts
     p.launch(
         "fused_main",
         {"P": head_dim, "N": d_state, "dtype": _checks.dtype_name(x.dtype), "y_float32": y.dtype == torch.float32},
@@ -227,7 +220,7 @@ def plan_fused(
             "parts": split.parts,
             "first_chunks": split.first,
             "seg_chunks": split.seg_chunks,
-            "flags": ALWAYS + sum(bit for bit, on in flags.items() if on),
+            "flags": flags,
         },
         {"dt_min": dt_min, "dt_max": dt_max},
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -155,8 +154,7 @@ _RUN = "return run(({arguments},), [{addresses}])"
 _NEW = "out = (empty_strided if deterministic() else allocate)(shape, stride, dtype)"
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """``run`` gets, of the call's memories or of their addresses, those of ``slots``, and the stream."""
 
     run: Callable[[Sequence[Any], int], None]
@@ -236,37 +234,35 @@ class Planner:
         if 0 in dims.values():
             return  # nothing to compute; the op has filled what a zero size still defines
         loaded = _resolve.obtain(kernel, values, self.device.index)
-        record, strides = loaded.record, loaded.form.strides
-        placed: dict[str, Slot] = {}
-        absent = []
+        record = loaded.record
+        slots = []
+        absent: tuple[str, ...] = ()
         sizes = dict(dims)
-        for name, slot in tensors.items():
+        for name, optional, nbytes, strides in loaded.form.bindings:
+            try:
+                slot = tensors[name]
+            except KeyError:
+                reason = f"its record has a tensor {name!r} that no call has"
+                raise CorruptArtifactError(
+                    f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
+                ) from None
             if slot is None:
-                if name not in record.optional:
+                if not optional:
                     raise ValueError(f"{kernel}: {name} is not optional.")
-                absent.append(name)
-                for stride, _ in strides.get(name, ()):
+                absent += (name,)
+                for stride, _ in strides:
                     sizes[stride] = 0
                 continue
-            nbytes = record.alignment.get(name, 1)
             if slot.base_alignment % nbytes or slot.offset % nbytes:
                 slot = self._realigned(slot, nbytes, f"{kernel}: {name}")
-            placed[name] = slot
-            for stride, i in strides.get(name, ()):
+            slots.append(slot)
+            for stride, i in strides:
                 # The stride of a dimension of size 1 is arbitrary in torch; the kernel may assume that it is a multiple of 16 bytes.
                 if i < len(slot.shape):
                     sizes[stride] = slot.stride[i] if slot.shape[i] > 1 else 0
-        launch = Launch(loaded, sizes, floats or {}, tuple(absent))
-        if launch.empty:
-            return
-        try:
-            slots = [placed[name] for name in launch.tensors]
-        except KeyError as unknown:
-            reason = f"its record has a tensor {unknown} that no call has"
-            raise CorruptArtifactError(
-                f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
-            ) from None
-        self.steps.append(_Step(launch.fire, slots, launch=launch))
+        launch = Launch(loaded, sizes, floats or {}, absent)
+        if not launch.empty:
+            self.steps.append(_Step(launch.fire, slots, launch=launch))
 
     def _realigned(self, slot: Slot, nbytes: int, what: str) -> Slot:
         """A copy of ``slot``, of which the kernel needs a better aligned start (a small vector cut out of a larger one)."""
