@@ -69,10 +69,11 @@ def forward(op: Mamba2FwdOp, *args: Any, kernels: list[str] | None = None, **fea
     op.check_builtin(*tensors)
     planner = TilePlanner(tensors, torch.device("cpu"))
     outputs = op.plan(planner, *planner.slots)
-    for index in planner.densify:
-        tensors[index] = tensors[index].clone(memory_format=torch.contiguous_format)
+    given = [t for t in tensors if t is not None]
+    for base in planner.densify:
+        given[base] = given[base].clone(memory_format=torch.contiguous_format)
     results = [torch.full(slot.shape, math.nan, dtype=slot.dtype) for slot in planner.outputs]
-    memory = [*tensors, *results, torch.full((planner.workspace_bytes,), 255, dtype=torch.uint8)]
+    memory = [*given, *results, torch.full((planner.workspace_bytes,), 255, dtype=torch.uint8)]
     for step in planner.steps:
         if isinstance(step, _planner._Step):  # a fill or a copy, by torch
             step.run([memory[slot.base] for slot in step.slots], 0)

@@ -137,7 +137,8 @@ class Op:
             self.check(*tensors)
             return self.library_call(*tensors)
         try:
-            addresses = [t.data_ptr() for t in tensors if t is not None]
+            given = [t for t in tensors if t is not None]
+            addresses = [t.data_ptr() for t in given]
             modes = _modes()
             key = (_signature(tensors), modes)
         except (AttributeError, RuntimeError):  # no tensor, or one without memory (sparse, of vmap): check() has the words for it
@@ -151,7 +152,7 @@ class Op:
         else:
             alike = self._kinds(*tensors) is not None
             self.check(*tensors, alike=alike)
-            device = next(t.device for t in tensors if t is not None)
+            device = given[0].device
             if device.type == "meta":  # shapes and dtypes are all that is asked for
                 return self.library_call(*tensors)
             name = targets.choose(self.target, device.type, self.op_name)
@@ -168,7 +169,7 @@ class Op:
                 self._plans.clear()
             self._plans[key] = known
         self._last = known
-        return known.plan.run(tensors, addresses)
+        return known.plan.run(given, addresses)
 
     def _run_on(self, name: str, tensors: Sequence[Tensor | None]) -> Result:
         options, required = self.options(), len(tensors) - len(self.features)

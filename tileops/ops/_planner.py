@@ -37,7 +37,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 class Slot(NamedTuple):
     """A tensor of a plan: an input, an output or a piece of the workspace."""
 
-    base: int  # index of the memory it lies in: inputs, then outputs, then the workspace
+    base: int  # index of the memory it lies in: inputs that are given, then outputs, then the workspace
     offset: int  # bytes from the start of that memory
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # elements
@@ -79,21 +79,19 @@ class Plan:
         if planner.workspace_bytes:
             made.append(((planner.workspace_bytes,), (1,), torch.uint8))
         self._made = tuple(made)
-        # Memories are inputs, outputs, workspace; the addresses of a call are those of them that there are, then of places within one.
+        # The addresses of a call are those of its memories, then of places within one.
         count = planner.inputs + len(made)
-        there = [base for base in range(count) if base >= planner.inputs or planner.slots[base] is not None]
-        position = {base: i for i, base in enumerate(there)}
         inside: dict[tuple[int, int], int] = {}
 
         def place(slot: Slot) -> int:
-            at = position[slot.base % count]  # the workspace, -1, is the last
-            return inside.setdefault((at, slot.offset), len(there) + len(inside)) if slot.offset else at
+            at = slot.base % count  # the workspace, -1, is the last
+            return inside.setdefault((at, slot.offset), count + len(inside)) if slot.offset else at
 
         self._steps = tuple(
             [(step.run, _picker([slot.base if step.memory else place(slot) for slot in step.slots]), step.memory) for step in planner.steps]
         )
         self._inside = tuple(inside)
-        self._densify = tuple([(base, position[base], more) for base, more in planner.densify.items()])
+        self._densify = tuple(planner.densify.items())
         self._single = isinstance(outputs, Slot)
         slots: Iterable[Slot] = (outputs,) if isinstance(outputs, Slot) else outputs
         self._returned = tuple([s.base for s in slots])
@@ -102,24 +100,23 @@ class Plan:
         if len(made) == len(self._steps) == 1 and self._single and self._returned[0] == planner.inputs:
             (step,) = planner.steps
             if step.launch is not None and not (self._densify or self._inside):
-                self._alone = step.launch, [place(slot) for slot in step.slots], position[planner.inputs]
+                self._alone = step.launch, [place(slot) for slot in step.slots], planner.inputs
 
-    def run(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Tensor | tuple[Tensor, ...]:
-        """Runs on the current stream of the tensors' device.
+    def run(self, tensors: Sequence[Tensor], addresses: list[int]) -> Tensor | tuple[Tensor, ...]:
+        """Runs over the tensors that are given, on the current stream of their device.
 
-        ``addresses`` are those of the tensors that are given; it is added to."""
+        ``addresses`` are theirs; it is added to."""
         if torch._C._cuda_getDevice() != self.ordinal:
             with torch.cuda.device(self.ordinal):
                 return self.run(tensors, addresses)
         if self._densify:
             tensors = list(tensors)
-            for base, at, more in self._densify:
+            for base, more in self._densify:
                 tensor = tensors[base]
-                assert tensor is not None
                 if more:
                     tensor = tensor.view(*tensor.shape, *(1 for _ in more)).expand(*tensor.shape, *more)
                 tensors[base] = tensor = tensor.clone(memory_format=torch.contiguous_format)
-                addresses[at] = tensor.data_ptr()
+                addresses[base] = tensor.data_ptr()
         new = empty_strided if deterministic() else allocate
         made = [new(shape, stride, dtype) for shape, stride, dtype in self._made]
         addresses += map(Tensor.data_ptr, made)
@@ -130,8 +127,8 @@ class Plan:
         for step, pick, of_memory in self._steps:
             step(pick(memory if of_memory else addresses), stream)
         if self._single:
-            return memory[self._returned[0]]  # type: ignore[return-value]
-        return tuple([memory[base] for base in self._returned])  # type: ignore[misc]
+            return memory[self._returned[0]]
+        return tuple([memory[base] for base in self._returned])
 
     def written(self) -> tuple[str, dict[str, object]]:
         """What a call that is recognised does: statements for ``_torch.recogniser``, and the names in them."""
@@ -150,7 +147,7 @@ class Plan:
         return f"if current() != ordinal:\n    {_RUN}\n{_NEW}{fire}return out", names
 
 
-_RUN = "return run(({arguments},), [{addresses}])"
+_RUN = "return run(({given},), [{addresses}])"
 _NEW = "out = (empty_strided if deterministic() else allocate)(shape, stride, dtype)"
 
 
@@ -174,12 +171,19 @@ class Planner:
 
     def __init__(self, tensors: Sequence[Tensor | None], device: torch.device) -> None:
         self.device = device
-        self.inputs = len(tensors)
         self.densify: dict[int, tuple[int, ...]] = {}  # inputs copied at each call -> dimensions they are expanded by
         self.outputs: list[Slot] = []
         self.steps: list[_Step] = []
         self._workspace_offset = 0
-        self.slots = tuple([None if t is None else _slot_of(i, t) for i, t in enumerate(tensors)])
+        self.given: list[Slot] = []
+        self.slots = tuple([None if t is None else self._input(t) for t in tensors])
+        self.inputs = len(self.given)
+
+    def _input(self, tensor: Tensor) -> Slot:
+        alignment = math.gcd(tensor.data_ptr(), 16)
+        slot = Slot(len(self.given), 0, tuple(tensor.shape), tensor.stride(), tensor.dtype, alignment)
+        self.given.append(slot)
+        return slot
 
     @property
     def workspace_bytes(self) -> int:
@@ -215,8 +219,7 @@ class Planner:
 
     def copied(self, slot: Slot) -> Slot:
         """A contiguous, aligned copy of an input, made at each call; of an input ``expanded`` to more dimensions, in its full shape."""
-        given = self.slots[slot.base]
-        assert given is not None
+        given = self.given[slot.base]
         rank = len(given.shape)
         self.densify[slot.base] = slot.shape[rank:] if slot.shape[:rank] == given.shape else ()
         return slot._replace(stride=contiguous_strides(slot.shape), base_alignment=_WORKSPACE_ALIGNMENT)
@@ -294,8 +297,3 @@ def _shaped(tensor: Tensor, slot: Slot) -> Tensor:
 
 #: Base index of the workspace: last in the list of memories.
 _WORKSPACE = -1
-
-
-def _slot_of(index: int, tensor: Tensor) -> Slot:
-    address = tensor.data_ptr()
-    return Slot(index, 0, tuple(tensor.shape), tensor.stride(), tensor.dtype, math.gcd(address, 16))

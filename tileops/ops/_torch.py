@@ -50,7 +50,7 @@ def recogniser(
     enabled and inference mode is on.
 
     ``then``: statements over ``names`` and, with ``exact``, a0, a1 ..., the addresses of the tensors; ``{addresses}`` stands for all of
-    these, ``{arguments}`` for the call's arguments.
+    these, ``{given}`` for the call's tensors.
     """
     there = [t for t in tensors if t is not None]
     shapes = [list(t.shape) if exact else [None] * t.dim() for t in there]
