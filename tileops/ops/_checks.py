@@ -103,7 +103,7 @@ class Arguments:
         allowed = dims if or_dims is None or len(shape) != len(or_dims) else or_dims
         if len(shape) != len(allowed):
             raise ValueError(f"{name}: expected shape {self._shapes(dims, or_dims)}, got {tuple(shape)}.")
-        if [*map(sizes.get, allowed)] == [*shape]:
+        if (*map(sizes.get, allowed),) == shape:
             return
         for dim, size in zip(allowed, shape):
             if sizes.get(dim, size) != size:

@@ -35,7 +35,7 @@ def tile_rows(head_dim: int, d_state: int) -> int:
 def serves(p: Planner, x: Slot, B: Slot, C: Slot, seq_idx: Slot | None) -> bool:
     """Whether the fused kernel takes this call: it exists for the GPU, there are tokens, x, B and C can be read through tensor maps,
     and no seq_idx parts a row."""
-    return seq_idx is None and p.has("fused_main") and 0 not in x.shape and all(_mappable(slot) for slot in (x, B, C))
+    return seq_idx is None and p.has("fused_main") and 0 not in x.shape and _mappable(x) and _mappable(B) and _mappable(C)
 
 
 def writes(out: Slot) -> bool:

@@ -196,14 +196,13 @@ class Mamba2FwdOp(Op):
         a.optional("D", D, ("n_heads",), _checks.FLOAT32, or_dims=("n_heads", "d_head"))
         a.optional("z", z, token, (x.dtype,), "that of x")
         a.optional("seq_idx", seq_idx, ("batch", "seqlen"), _checks.INT32)
-        allowed = tuple(dict.fromkeys((torch.float32, x.dtype)))
-        if self.out_dtype is not None and self.out_dtype not in allowed:
+        if self.out_dtype not in (None, torch.float32, x.dtype):
             raise ValueError(
                 f"out_dtype: expected float32 or that of x, {_checks.dtype_name(x.dtype)}, got {_checks.dtype_name(self.out_dtype)}."
             )
         if out is not None:
             if self.out_dtype is None:
-                a.tensor("out", out, token, allowed, "float32, or that of x")
+                a.tensor("out", out, token, tuple(dict.fromkeys((torch.float32, x.dtype))), "float32, or that of x")
             else:
                 a.tensor("out", out, token, (self.out_dtype,), "the op's out_dtype")
             _checks.written("out", out, rows=True)
