@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from tileops.ops import _fused
 from tileops.ops._fused import Cut, cut, cut_pack
 from tileops.ops.recurrent import rows_per_cta
 
@@ -61,3 +63,23 @@ def test_a_pack_is_cut_like_equal_sequences_with_segments_for_the_longest_possib
     assert cut_pack(320, 512, 2, SMS) == Cut(1, 512, 1)
     assert cut_pack(24, 16, 2, SMS) == Cut(1, 16, 1)
     assert cut_pack(100, 25600, 50, SMS) == Cut(1, 25600, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [("dt_bias", _fused.BIAS), ("initial", _fused.INITIAL), ("D", _fused.SKIP), ("z", _fused.GATE), ("dt_softplus", _fused.SOFTPLUS)],
+)
+def test_the_kernel_is_told_which_features_are_given(monkeypatch, given, flag):
+    planner = pytest.importorskip("tileops.ops._planner", reason="cuda-bindings is not installed")
+    launched = {}
+    monkeypatch.setattr(planner.Planner, "launch", lambda self, kernel, values, tensors, dims, floats=None: launched.update({kernel: dims}))
+    monkeypatch.setattr(planner.Planner, "multiprocessors", SMS)
+    half, full = torch.bfloat16, torch.float32
+    x, dt, A, B, C = (2, 64, 4, 64), (2, 64, 4), (4,), (2, 64, 1, 128), (2, 64, 1, 128)
+    shapes = {"dt_bias": (4,), "initial": (2, 4, 64, 128), "D": (4, 64), "z": x}
+    tensors = [torch.zeros(s, dtype=full if s in (dt, A) else half) for s in (x, dt, A, B, C)]
+    tensors += [torch.zeros(s, dtype=half if name == "z" else full) if name == given else None for name, s in shapes.items()]
+    p = planner.Planner(tensors, torch.device("cpu"))
+    y = p.empty(x, full)
+    _fused.plan_fused(p, *p.slots, None, y, dt_softplus=given == "dt_softplus", dt_min=0.0, dt_max=1.0)
+    assert launched["fused_main"]["flags"] == _fused.ALWAYS | flag

@@ -205,3 +205,9 @@ def test_a_record_whose_sizes_have_no_value_is_refused_in_words(launched, grid):
 def test_a_grid_below_zero_is_refused(launched):
     with pytest.raises(ValueError, match="grid x would be -3"):
         launch(B=-3)
+
+
+def test_a_record_whose_map_has_a_size_below_zero_is_refused_in_words(launched):
+    with pytest.raises(CorruptArtifactError, match="sizes in its record are beyond 64 bits or below 0; remove the artifact"):
+        launch(**{"x.stride0": -64})
+    assert not launched

@@ -379,7 +379,10 @@ class Launch:
             for i, bind in form.int32:
                 if not -(2**31) <= values[i] < 2**31:
                     raise ValueError(f"{record.kernel}: {bind} = {values[i]} does not fit the kernel's 32-bit parameter.") from None
-            raise
+            reason = "sizes in its record are beyond 64 bits or below 0"
+            raise CorruptArtifactError(
+                f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
+            ) from None
         self._maps = tuple([_Map(of, start, form.about) for of in form.maps])
         self._lock = threading.Lock()
         self._first = config + _STREAM_AT

@@ -269,7 +269,7 @@ class Planner:
 
     def _realigned(self, slot: Slot, nbytes: int, what: str) -> Slot:
         """A copy of ``slot``, of which the kernel needs a better aligned start (a small vector cut out of a larger one)."""
-        if slot.base < self.inputs and slot.is_contiguous():
+        if 0 <= slot.base < self.inputs and slot.is_contiguous():
             return self.copied(slot)
         raise ValueError(f"{what} must start at a multiple of {nbytes} bytes for this variant of the kernel.")
 
