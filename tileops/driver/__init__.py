@@ -4,6 +4,7 @@
 ``Kernel``      what load returns: a function handle with its launch description
 ``Launch``      one prepared launch: fixed grid and scalars, addresses filled in at each call
 ``check``       whether a record can run on a device, before anything is loaded
+``corrupt``     the error for a record that no call can be launched with
 ``stats``       how many kernels were loaded, in how many milliseconds
 ``device_info`` name, capability, memory and driver of a device, for messages and ``tileops doctor``
 
@@ -28,7 +29,7 @@ from tileops.config import Artifact, Record, TensorMap
 from tileops.driver import _api
 from tileops.errors import CorruptArtifactError, IncompatibleArtifactError
 
-__all__ = ["DeviceInfo", "Kernel", "Launch", "check", "device_count", "device_info", "load", "stats", "unsupported"]
+__all__ = ["DeviceInfo", "Kernel", "Launch", "check", "corrupt", "device_count", "device_info", "load", "stats", "unsupported"]
 
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 
@@ -118,6 +119,13 @@ def unsupported(info: DeviceInfo) -> IncompatibleArtifactError:
         capability=info.capability,
         driver=info.driver,
         needs="a supported arch",
+    )
+
+
+def corrupt(record: Record, reason: str) -> CorruptArtifactError:
+    """The error for a record that no call can be launched with."""
+    return CorruptArtifactError(
+        f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
     )
 
 
@@ -305,13 +313,12 @@ class _Form:
         self.addresses_at = sizes_at
         self.bytes = sizes_at + 8 * len(self.places)
         # All that is computed of a call's sizes, by one function: the grid, the scalars (0 for those that come as they are), the maps.
-        self.grid = len(record.grid)
         texts = [*record.grid, *("0" if p.kind == "float32" else p.bind for p in scalars)]
         texts += [text for of in maps for text in (*of.dims, *of.strides)]
         self.compute = expr.function(texts)
         self.floats = tuple((i, p.bind) for i, p in enumerate(scalars) if p.kind == "float32")
         self.int32 = tuple((i, p.bind) for i, p in enumerate(scalars) if p.kind == "int32")
-        sizes = len(texts) - self.grid - len(scalars)
+        sizes = len(texts) - len(record.grid) - len(scalars)
         packed = f"{8 * self.pointers}x{''.join([_PACKED[p.kind] for p in scalars])}{sizes}Q{len(self.places)}Q"
         #: Packs a launch's description, scalars, maps' sizes and parameters' addresses, from ``config_at`` on.
         self.pack = struct.Struct(_CONFIG.format + packed).pack_into
@@ -350,14 +357,12 @@ class Launch:
         record, form = kernel.record, kernel.form
         try:
             computed = form.compute(sizes)
-            grid, values = computed[: form.grid], [*computed[form.grid :]]
+            axes = len(record.grid)
+            grid, values = computed[:axes], [*computed[axes:]]  # values: the scalars, then the maps' sizes
             for i, bind in form.floats:
                 values[i] = floats[bind]  # type: ignore[call-overload]
         except (KeyError, ZeroDivisionError) as error:
-            reason = f"sizes in its record have no value ({type(error).__name__}: {error})"
-            raise CorruptArtifactError(
-                f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
-            ) from None
+            raise corrupt(record, f"sizes in its record have no value ({type(error).__name__}: {error})") from None
         self.empty = 0 in grid
         for extent, limit, axis in zip(grid, _MAX_GRID, "xyz"):
             if not 0 <= extent <= limit:
@@ -369,7 +374,7 @@ class Launch:
         self.tensors, self._pointers, self._fill = form.given(absent)
         self._buffer = ctypes.create_string_buffer(form.bytes + _MAP_BYTES)
         base = ctypes.addressof(self._buffer)
-        offset = -base % _MAP_BYTES
+        offset = -base % _MAP_BYTES  # from the buffer's start: places in it are packed into; addresses are what the driver gets
         start = base + offset
         config = offset + form.config_at
         addresses = map(start.__add__, form.places)
@@ -379,10 +384,7 @@ class Launch:
             for i, bind in form.int32:
                 if not -(2**31) <= values[i] < 2**31:
                     raise ValueError(f"{record.kernel}: {bind} = {values[i]} does not fit the kernel's 32-bit parameter.") from None
-            reason = "sizes in its record are beyond 64 bits or below 0"
-            raise CorruptArtifactError(
-                f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
-            ) from None
+            raise corrupt(record, "sizes in its record are beyond 64 bits or below 0") from None
         self._maps = tuple([_Map(of, start, form.about) for of in form.maps])
         self._lock = threading.Lock()
         self._first = config + _STREAM_AT

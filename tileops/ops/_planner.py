@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from tileops.config import Value
-from tileops.driver import Launch, device_info
-from tileops.errors import CorruptArtifactError
+from tileops.driver import Launch, corrupt, device_info
 from tileops.ops import _resolve
 from tileops.ops._torch import allocate, deterministic, empty_strided
 
@@ -232,23 +231,20 @@ class Planner:
         dims: dict[str, int],
         floats: dict[str, float] | None = None,
     ) -> None:
-        """Adds a launch. ``tensors`` by the kernel's parameter names, None for one that the kernel takes as optional and that
-        is not given; strides are bound from them as ``name.stride<i>``, 0 for one that is not given."""
+        """Adds a launch. ``tensors`` by the kernel's parameter names, of which those that its record has are looked at; None for one that
+        the kernel takes as optional and that is not given. Strides are bound from them as ``name.stride<i>``, 0 for one that is not
+        given."""
         if 0 in dims.values():
             return  # nothing to compute; the op has filled what a zero size still defines
         loaded = _resolve.obtain(kernel, values, self.device.index)
-        record = loaded.record
         slots = []
         absent: tuple[str, ...] = ()
         sizes = dict(dims)
-        for name, optional, nbytes, strides in loaded.form.bindings:
+        for name, optional, alignment, strides in loaded.form.bindings:
             try:
                 slot = tensors[name]
             except KeyError:
-                reason = f"its record has a tensor {name!r} that no call has"
-                raise CorruptArtifactError(
-                    f"{record.config_object()}: {reason}; remove the artifact and get it again.", path=record.key, reason=reason
-                ) from None
+                raise corrupt(loaded.record, f"its record has a tensor {name!r} that no call has") from None
             if slot is None:
                 if not optional:
                     raise ValueError(f"{kernel}: {name} is not optional.")
@@ -256,8 +252,8 @@ class Planner:
                 for stride, _ in strides:
                     sizes[stride] = 0
                 continue
-            if slot.base_alignment % nbytes or slot.offset % nbytes:
-                slot = self._realigned(slot, nbytes, f"{kernel}: {name}")
+            if slot.base_alignment % alignment or slot.offset % alignment:
+                slot = self._realigned(slot, alignment, f"{kernel}: {name}")
             slots.append(slot)
             for stride, i in strides:
                 # The stride of a dimension of size 1 is arbitrary in torch; the kernel may assume that it is a multiple of 16 bytes.
